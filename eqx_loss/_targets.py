@@ -1,7 +1,7 @@
 """Targets and masks: next-token alignment, document edges, and the shifts of MTP depths."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 def same_document_as_next(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
@@ -61,15 +61,29 @@ def shift_targets(
     Raises:
         ValueError: `depth` is negative.
     """
+    joined = joined_to_next(targets.shape, None if roll_across_documents else segment_ids)
+    return shift_left(targets, joined, depth=depth), shift_left(mask, joined, depth=depth)
+
+
+def shift_left(
+    values: Shaped[Array, "B S"], joined: Bool[Array, "B S"], *, depth: int
+) -> Shaped[Array, "B S"]:
+    """`values[t + depth]` at position `t`; 0 (False) where the way there is not all `joined`.
+
+    One position at a time, so that a shift never jumps over a document.
+
+    Raises:
+        ValueError: `depth` is negative.
+    """
     if depth < 0:
         raise ValueError(f"depth must be >= 0 (0 is the main head), got {depth}")
-    if segment_ids is None or roll_across_documents:
-        joined = jnp.arange(targets.shape[1]) < targets.shape[1] - 1
-        joined = jnp.broadcast_to(joined, targets.shape)
-    else:
-        joined = same_document_as_next(segment_ids)
-    # One step at a time, so that a shift never jumps over a document of reused id.
     for _ in range(depth):
-        targets = jnp.where(joined, jnp.roll(targets, -1, axis=1), 0)
-        mask = joined & jnp.roll(mask, -1, axis=1)
-    return targets, mask
+        values = jnp.where(joined, jnp.roll(values, -1, axis=1), jnp.zeros((), values.dtype))
+    return values
+
+
+def joined_to_next(shape: tuple[int, ...], segment_ids: Int[Array, "B S"] | None) -> Bool[Array, "B S"]:
+    """True where position `t` may look at `t + 1`; without segment ids, all but the last."""
+    if segment_ids is not None:
+        return same_document_as_next(segment_ids)
+    return jnp.broadcast_to(jnp.arange(shape[1]) < shape[1] - 1, shape)

@@ -72,24 +72,48 @@ def token_weights(
     Raises:
         ValueError: `micro_batch_size` does not divide the rows, or `segment_ids` is missing.
     """
-    dtype = jnp.result_type(float)
-    votes = mask.astype(dtype)
-    if token_scale is not None:
-        votes = jnp.where(mask, token_scale.astype(dtype), 0)
-        mask = mask & (token_scale != 0)
-    divisors = votes if scale_denominator == "sum" else mask.astype(dtype)
-    per_group = guarded_ratio(votes, _group_total(divisors, granularity, micro_batch_size, segment_ids))
-    number = num_groups(
+    per_group = group_mean_weights(
         mask,
+        granularity,
+        micro_batch_size=micro_batch_size,
+        segment_ids=segment_ids,
+        token_scale=token_scale,
+        scale_denominator=scale_denominator,
+    )
+    if granularity is Granularity.TOKEN:
+        return per_group
+    number = num_groups(
+        mask if token_scale is None else mask & (token_scale != 0),
         granularity,
         micro_batch_size=micro_batch_size,
         segment_ids=segment_ids,
         count_empty=count_empty,
     )
-    weights = per_group if granularity is Granularity.TOKEN else guarded_ratio(
-        per_group, jnp.broadcast_to(number, per_group.shape)
-    )
-    return jax.lax.stop_gradient(weights)
+    return guarded_ratio(per_group, jnp.broadcast_to(number, per_group.shape))
+
+
+def group_mean_weights(
+    mask: Bool[Array, "B S"],
+    granularity: Granularity,
+    *,
+    micro_batch_size: int = 1,
+    segment_ids: Int[Array, "B S"] | None = None,
+    token_scale: Float[Array, "B S"] | None = None,
+    scale_denominator: ScaleDenominator = "sum",
+) -> Float[Array, "B S"]:
+    """Weights that turn `sum(w * xent)` into the *sum* over groups of each group's mean.
+
+    `token_weights` is this divided by the number of groups. An empty group weighs 0. Arguments
+    and errors are those of `token_weights`; no gradient.
+    """
+    dtype = jnp.result_type(float)
+    votes = mask.astype(dtype)
+    divisors = votes
+    if token_scale is not None:
+        votes = jnp.where(mask, token_scale.astype(dtype), 0)
+        divisors = votes if scale_denominator == "sum" else (votes != 0).astype(dtype)
+    totals = _group_total(divisors, granularity, micro_batch_size, segment_ids)
+    return jax.lax.stop_gradient(guarded_ratio(votes, totals))
 
 
 def num_groups(
@@ -114,7 +138,7 @@ def num_groups(
         case Granularity.SAMPLE:
             present = jnp.ones((num_rows,), bool) if count_empty else jnp.any(mask, axis=1)
         case Granularity.MICRO_BATCH:
-            _check_micro_batch(num_rows, micro_batch_size)
+            check_micro_batch(num_rows, micro_batch_size)
             grouped = mask.reshape(num_rows // micro_batch_size, -1)
             present = jnp.ones(grouped.shape[:1], bool) if count_empty else jnp.any(grouped, axis=1)
         case Granularity.DOCUMENT:
@@ -168,7 +192,7 @@ def _group_total(
         case Granularity.SAMPLE:
             total = jnp.sum(values, axis=1, keepdims=True)
         case Granularity.MICRO_BATCH:
-            _check_micro_batch(values.shape[0], micro_batch_size)
+            check_micro_batch(values.shape[0], micro_batch_size)
             by_row = jnp.sum(values, axis=1)
             by_group = jnp.sum(by_row.reshape(-1, micro_batch_size), axis=1)
             total = jnp.repeat(by_group, micro_batch_size)[:, None]
@@ -190,7 +214,7 @@ def _document_starts(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
     return (segment_ids != before) & (segment_ids != 0)
 
 
-def _check_micro_batch(num_rows: int, micro_batch_size: int) -> None:
+def check_micro_batch(num_rows: int, micro_batch_size: int) -> None:
     if micro_batch_size < 1 or num_rows % micro_batch_size != 0:
         raise ValueError(
             f"micro_batch_size must be at least 1 and divide the {num_rows} rows of the batch, got "

@@ -88,9 +88,7 @@ def cross_entropy(
         mean_score = jnp.sum(scores[..., :num_classes], axis=-1) / num_classes
         xent = xent + label_smoothing * (target_scores - mean_score)
     xent = jnp.where(in_range, xent, jnp.nan)
-    return TokenLosses(
-        xent=jnp.where(mask, xent, 0), z_term=jnp.where(mask, jnp.square(log_partition), 0)
-    )
+    return TokenLosses(xent=jnp.where(mask, xent, 0), z_term=jnp.where(mask, jnp.square(log_partition), 0))
 
 
 def head_loss(

@@ -1,0 +1,34 @@
+"""Loss normalization as token weights: masks -> weights -> sums; objective and logs kept apart."""
+
+from ._loss_weights import LossWeights as LossWeights
+from ._loss_weights import loss_weights as loss_weights
+from ._output import LossLogs as LossLogs
+from ._output import LossOutput as LossOutput
+from ._output import Objective as Objective
+from ._output import RouterTerms as RouterTerms
+from ._output import add_outputs as add_outputs
+from ._output import loss_output as loss_output
+from ._output import reported_loss as reported_loss
+from ._reduce import SumCount as SumCount
+from ._reduce import guarded_ratio as guarded_ratio
+from ._reduce import sum_count as sum_count
+from ._reduce import zero_sum_count as zero_sum_count
+from ._router import LoadBalanceScope as LoadBalanceScope
+from ._router import expert_counts as expert_counts
+from ._router import load_balance as load_balance
+from ._router import load_balance_units as load_balance_units
+from ._router import router_z_term as router_z_term
+from ._router import updated_router_bias as updated_router_bias
+from ._semantics import LossSemantics as LossSemantics
+from ._targets import next_token_targets as next_token_targets
+from ._targets import same_document_as_next as same_document_as_next
+from ._targets import shift_targets as shift_targets
+from ._weights import Granularity as Granularity
+from ._weights import granular_mean as granular_mean
+from ._weights import group_mean_weights as group_mean_weights
+from ._weights import num_groups as num_groups
+from ._weights import token_weights as token_weights
+from ._xent import HeadLoss as HeadLoss
+from ._xent import TokenLosses as TokenLosses
+from ._xent import cross_entropy as cross_entropy
+from ._xent import head_loss as head_loss
