@@ -27,7 +27,9 @@ def causal_conv1d(
         The filtered rows, in `x`'s dtype.
     """
     state = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), x.dtype)
-    past_ids = None if segment_ids is None else jnp.zeros((x.shape[0], weight.shape[1] - 1), segment_ids.dtype)
+    past_ids = (
+        None if segment_ids is None else jnp.zeros((x.shape[0], weight.shape[1] - 1), segment_ids.dtype)
+    )
     return causal_conv1d_after(x, weight, state, segment_ids, past_ids)
 
 
@@ -55,12 +57,14 @@ def causal_conv1d_after(
     """
     width = weight.shape[1]
     if past.shape[1] != width - 1:
-        raise ValueError(f"past must hold W-1={width - 1} positions, got {past.shape[1]}; pad it with zeros on the left")
+        raise ValueError(
+            f"past must hold W-1={width - 1} positions, got {past.shape[1]}; pad it with zeros on the left"
+        )
     if (segment_ids is None) != (past_ids is None):
         raise ValueError("segment_ids and past_ids must be given together; past_ids of 0 cuts the past off")
     ids = None if segment_ids is None else jnp.concatenate([past_ids, segment_ids], axis=1)
     rows = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    rows, weight, ids = vary_together(rows, weight, ids)
+    rows, weight, ids = vary_together((rows, weight, ids))
     return _conv(rows, weight, ids)
 
 
@@ -102,7 +106,8 @@ def _conv(
     size = rows.shape[1] - width + 1
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     taps = [
-        _tap(rows, ids, lag, width).astype(dtype) * weight[:, width - 1 - lag].astype(dtype) for lag in range(width)
+        _tap(rows, ids, lag, width).astype(dtype) * weight[:, width - 1 - lag].astype(dtype)
+        for lag in range(width)
     ]
     assert taps[0].shape[1] == size
     return sum(taps[1:], taps[0]).astype(rows.dtype)

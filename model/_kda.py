@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._kda_chunk import PRECISION, kda_chunk
-from ._kda_documents import Documents, number_documents, vary_together, zeros_beside
-from ._kda_scan import scan_chunks
+from ._kda_documents import number_documents, vary_together, zeros_beside
+from ._kda_scan import scan_rows
 
 CHUNK_SIZE = 64
 
@@ -41,7 +41,7 @@ def kda_recurrent(
 ) -> tuple[Float[Array, "B S H U"], Float[Array, "B H K U"]]:
     """Kimi Delta Attention, one position after another. Arguments and results are those of `kda_chunked`."""
     documents = None if segment_ids is None else number_documents(segment_ids)
-    q, k, v, g, beta, initial_state, documents = _together(q, k, v, g, beta, initial_state, documents)
+    q, k, v, g, beta, initial_state, documents = vary_together((q, k, v, g, beta, initial_state, documents))
     state = _initial(q, k, v, g, beta, initial_state)
     dtype = state.dtype
     inputs = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, g, beta))
@@ -105,39 +105,10 @@ def kda_chunked(
     Raises:
         ValueError: `chunk_size` is no power of two.
     """
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}; 64 is the usual one")
     documents = None if segment_ids is None else number_documents(segment_ids)
-    q, k, v, g, beta, initial_state, documents = _together(q, k, v, g, beta, initial_state, documents)
+    q, k, v, g, beta, initial_state, documents = vary_together((q, k, v, g, beta, initial_state, documents))
     state = _initial(q, k, v, g, beta, initial_state)
-    length = q.shape[1]
-    if length == 0:
-        return jnp.zeros_like(v), state
-    chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
-    missing = -length % chunk_size
-    # An appended position has beta = 0 and g = 0: it changes nothing.
-    inputs, documents = _append((v, q, k, g, beta), documents, missing)
-    output, state = scan_chunks(kda_chunk, chunk_size, state, None, inputs, documents)
-    return output[:, :length], state
-
-
-def _append(
-    inputs: tuple[Array, ...], documents: Documents | None, missing: int
-) -> tuple[tuple[Array, ...], Documents | None]:
-    """The rows with `missing` padding positions after their end."""
-    if missing == 0:
-        return inputs, documents
-    inputs = tuple(jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) for x in inputs)
-    if documents is not None:
-        number = jnp.pad(documents.number, ((0, 0), (0, missing)), mode="edge")
-        documents = Documents(number, jnp.pad(documents.scored, ((0, 0), (0, missing))))
-    return inputs, documents
-
-
-def _together(q, k, v, g, beta, initial_state, documents):
-    """The arguments, marked alike for `shard_map`."""
-    leaves, tree = jax.tree.flatten((q, k, v, g, beta, initial_state, documents))
-    return jax.tree.unflatten(tree, vary_together(*leaves))
+    return scan_rows(kda_chunk, chunk_size, state, (), (v, q, k, g, beta), documents)
 
 
 def _initial(q, k, v, g, beta, initial_state):

@@ -26,7 +26,7 @@ PRECISION = jax.lax.Precision.HIGHEST  # float32 products, which TPU otherwise r
 
 
 def kda_chunk(
-    state: Float[Array, "B H K U"], params: None, inputs: tuple[Array, ...], mask: ChunkMask | None
+    state: Float[Array, "B H K U"], params: tuple[()], inputs: tuple[Array, ...], mask: ChunkMask | None
 ) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
     """The state after a chunk and the chunk's output.
 
@@ -166,7 +166,9 @@ def _base_products(q, k, levels, base):
     rows = jnp.concatenate([cols, (q[:, :, None] * decay).reshape(shape)], axis=-2)
     products = _product("bhlnxk,bhlnyk->bhlnxy", rows, cols)
     index = jnp.arange(base)
-    apart = jnp.stack([_apart(index, 1 << level) for level in range(len(levels))] or [jnp.zeros((base, base), bool)])
+    apart = jnp.stack(
+        [_apart(index, 1 << level) for level in range(len(levels))] or [jnp.zeros((base, base), bool)]
+    )
     own = jnp.eye(base, dtype=bool)[None]
     zero = jnp.zeros_like(own)
     apart = apart[: len(levels)]
@@ -204,7 +206,9 @@ def _grow(diagonal, lower):
 
 def _diagonal_blocks(a, size):
     count = a.shape[-1] // size
-    return jnp.stack([a[..., i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)], axis=2)
+    return jnp.stack(
+        [a[..., i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)], axis=2
+    )
 
 
 def _lower_blocks(a, half):

@@ -1,10 +1,14 @@
 """Where the recurrent state restarts: documents of a packed row as non-decreasing numbers."""
 
+from typing import TypeVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Int, Shaped
+
+Tree = TypeVar("Tree")
 
 
 class Documents(eqx.Module):
@@ -40,24 +44,24 @@ def number_documents(segment_ids: Int[Array, "B S"]) -> Documents:
     return Documents(jnp.cumsum(starts, axis=1, dtype=segment_ids.dtype), scored)
 
 
-def vary_together(*arrays: Shaped[Array, "..."] | None) -> tuple[Shaped[Array, "..."] | None, ...]:
-    """The arrays, each marked as varying over every `shard_map` axis that any of them varies over.
+def vary_together(tree: Tree) -> Tree:
+    """The tree with each array marked as varying over every `shard_map` axis that any of them varies over.
 
-    Outside `shard_map`, and inside one with `check_vma=False`, they come back as they are. The mark's transpose is the
-    sum over the axis, so the gradient of an array that was the same on all shards is complete.
+    Outside `shard_map`, and inside one with `check_vma=False`, it comes back as it is. The mark's transpose is the sum
+    over the axis, so the gradient of an array that was the same on all shards is complete.
     """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
+    axes = frozenset[str]().union(*(_axes(x) for x in jax.tree.leaves(tree)))
 
-    def mark(x: Shaped[Array, "..."] | None) -> Shaped[Array, "..."] | None:
-        missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
+    def mark(x: Array) -> Array:
+        missing = tuple(axes - _axes(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple(mark(x) for x in arrays)
+    return jax.tree.map(mark, tree)
 
 
 def zeros_beside(x: Shaped[Array, "..."], shape: tuple[int, ...], dtype: DTypeLike) -> Shaped[Array, "..."]:
     """Zeros that vary over the `shard_map` axes that `x` varies over, as a loop's carry next to `x` must."""
-    axes = tuple(jax.typeof(x).manual_axis_type.varying)
+    axes = tuple(_axes(x))
     zeros = jnp.zeros(shape, dtype)
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
@@ -65,3 +69,7 @@ def zeros_beside(x: Shaped[Array, "..."], shape: tuple[int, ...], dtype: DTypeLi
 def zero_cotangent(x: Shaped[Array, "..."]) -> np.ndarray:
     """The cotangent of an integer or boolean array."""
     return np.zeros(x.shape, dtype=jax.dtypes.float0)
+
+
+def _axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

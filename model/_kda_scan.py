@@ -33,6 +33,35 @@ class ChunkMask(NamedTuple):
 Step = Callable[[Array, Any, tuple[Array, ...], ChunkMask | None], tuple[Array, Array]]
 
 
+def scan_rows(
+    step: Step,
+    chunk_size: int,
+    state: Float[Array, "B H K U"],
+    params: Any,
+    inputs: tuple[Array, ...],
+    documents: Documents | None,
+) -> tuple[Float[Array, "B S H U"], Float[Array, "B H K U"]]:
+    """`scan_chunks` of rows of any length; an appended position must change nothing when its inputs are 0.
+
+    Raises:
+        ValueError: `chunk_size` is no power of two.
+    """
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}; 64 is the usual one")
+    length = inputs[0].shape[1]
+    if length == 0:
+        return jnp.zeros_like(inputs[0]), state
+    chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
+    missing = -length % chunk_size
+    if missing:
+        inputs = tuple(jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) for x in inputs)
+    if missing and documents is not None:
+        number = jnp.pad(documents.number, ((0, 0), (0, missing)), mode="edge")
+        documents = Documents(number, jnp.pad(documents.scored, ((0, 0), (0, missing))))
+    output, state = scan_chunks(step, chunk_size, state, params, inputs, documents)
+    return output[:, :length], state
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scan_chunks(
     step: Step,
@@ -69,7 +98,10 @@ def _forward(step, chunk_size, state, params, inputs, documents, *, keep_states)
 
     shapes = jax.eval_shape(
         lambda s, p, xs, d: step(s, p, tuple(x[:, :chunk_size] for x in xs), _mask(d, 0, chunk_size))[1],
-        state, params, inputs, documents,
+        state,
+        params,
+        inputs,
+        documents,
     )
     output = zeros_beside(inputs[0], (*inputs[0].shape[:2], *shapes.shape[2:]), shapes.dtype)
     (final, output), states = jax.lax.scan(one, (state, output), jnp.arange(num_chunks))
@@ -117,7 +149,9 @@ def _mask(documents: Documents | None, index: Int[Array, ""] | int, chunk_size: 
     if documents is None:
         return None
     number = _slice(documents.number, index, chunk_size)
-    before = jnp.maximum(index * chunk_size - 1, 0)  # documents are numbered from 0: position 0 is of the first
+    before = jnp.maximum(
+        index * chunk_size - 1, 0
+    )  # documents are numbered from 0: position 0 is of the first
     carried = jax.lax.dynamic_slice_in_dim(documents.number, before, 1, axis=1)
     return ChunkMask(
         same=number[:, :, None] == number[:, None, :],
