@@ -1,5 +1,12 @@
 """Loss normalization as token weights: masks -> weights -> sums; objective and logs kept apart."""
 
+from ._log import add_logs as add_logs
+from ._log import bits_per_byte as bits_per_byte
+from ._log import by_domain as by_domain
+from ._log import domain_scale as domain_scale
+from ._log import estimator_gap as estimator_gap
+from ._log import perplexity as perplexity
+from ._log import zero_logs as zero_logs
 from ._loss_weights import LossWeights as LossWeights
 from ._loss_weights import loss_weights as loss_weights
 from ._output import LossLogs as LossLogs
@@ -23,6 +30,9 @@ from ._semantics import LossSemantics as LossSemantics
 from ._targets import next_token_targets as next_token_targets
 from ._targets import same_document_as_next as same_document_as_next
 from ._targets import shift_targets as shift_targets
+from ._terms import ExtraTerm as ExtraTerm
+from ._terms import distillation_kl as distillation_kl
+from ._terms import indexer_kl as indexer_kl
 from ._weights import Granularity as Granularity
 from ._weights import granular_mean as granular_mean
 from ._weights import group_mean_weights as group_mean_weights

@@ -95,7 +95,7 @@ def loss_weights(
     lm, mtp = heads[0], heads[1:]
     router = _router_mask(loss_mask, semantics, segment_ids)
     weights = LossWeights(
-        lm_objective=lm.objective(),
+        lm_objective=lm.objective() if semantics.train_lm else jnp.zeros(loss_mask.shape, dtype),
         mtp_objective=_stack(_mtp_objective(lm, mtp, semantics), loss_mask.shape, dtype),
         router_objective=_router_objective(router, lm, semantics),
         load_balance_objective=_load_balance_objective(router, lm, semantics),

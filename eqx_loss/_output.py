@@ -14,6 +14,7 @@ from ._loss_weights import LossWeights
 from ._reduce import SumCount, guarded_ratio
 from ._router import LoadBalanceScope, load_balance_units
 from ._semantics import LossSemantics
+from ._terms import ExtraTerm
 from ._xent import HeadLoss
 
 
@@ -54,6 +55,7 @@ class LossLogs(NamedTuple):
         lm_group: Mean over micro-batches of the lm loss; minus `lm` it is the estimator gap.
         router_z_global: Per MoE layer, the router z term over all counted positions; `router_z`
             minus it is the router's estimator gap.
+        extra: Further terms, in the order given.
     """
 
     lm: SumCount
@@ -63,6 +65,7 @@ class LossLogs(NamedTuple):
     lm_z: SumCount
     lm_group: SumCount
     router_z_global: SumCount
+    extra: tuple[SumCount, ...] = ()
 
 
 class LossOutput(NamedTuple):
@@ -95,6 +98,8 @@ def loss_output(
     router: RouterTerms | None,
     weights: LossWeights,
     semantics: LossSemantics,
+    *,
+    extra: tuple[ExtraTerm, ...] = (),
 ) -> LossOutput:
     """Objective and logs of the rows that `weights` is cut to. Outputs of all cuts add up.
 
@@ -104,6 +109,7 @@ def loss_output(
         router: Router facts of the same rows, or None for a model without MoE layers.
         weights: The rows' part of `loss_weights`.
         semantics: The normalization that made `weights`.
+        extra: Further terms of the same rows.
 
     Raises:
         ValueError: A router term has a coefficient but `router` is None; the number of heads is
@@ -117,14 +123,15 @@ def loss_output(
     zero = jnp.zeros((), lm.objective.dtype)
     router_z, balance, router_logs = _router_terms(router, weights, semantics, zero)
     mtp_objective = sum((head.objective for head in mtp), start=zero)
+    extra_objective = sum((term.objective() for term in extra), start=zero)
     objective = Objective(
-        total=lm.objective + mtp_objective + router_z + balance + lm.z_objective,
+        total=lm.objective + mtp_objective + router_z + balance + lm.z_objective + extra_objective,
         lm=lm.objective,
         mtp=mtp_objective,
         router_z=router_z,
         load_balance=balance,
         lm_z=lm.z_objective,
-        extra=zero,
+        extra=extra_objective,
     )
     votes = jnp.where(weights.lm_mask, weights.token_scale, 0)
     lm_count = jnp.sum(votes)
@@ -136,6 +143,7 @@ def loss_output(
         ),
         lm_z=SumCount(jnp.sum(votes * lm.z_term), lm_count),
         lm_group=SumCount(jnp.sum(weights.lm_mean * lm.xent), jnp.sum(weights.lm_groups)),
+        extra=tuple(term.log() for term in extra),
         **router_logs,
     )
     return LossOutput(objective=objective, logs=jax.lax.stop_gradient(logs))

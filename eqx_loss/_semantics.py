@@ -38,6 +38,8 @@ class LossSemantics:
         mask_padding_in_router_losses: True leaves padding out of router terms.
         count_empty: True counts groups without a scored token in the mean over groups.
         scale_denominator: With fractional token weights, what a mean divides by.
+        train_lm: False sets the lm objective and its z term to exactly 0 and leaves every log as
+            it is (dense warm-up of an attention indexer).
     """
 
     calculate_per_token_loss: bool
@@ -53,6 +55,7 @@ class LossSemantics:
     mask_padding_in_router_losses: bool = False
     count_empty: bool = True
     scale_denominator: ScaleDenominator = "sum"
+    train_lm: bool = True
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
