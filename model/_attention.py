@@ -1,0 +1,47 @@
+"""Causal attention within documents, by the implementation of the devices that run it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._blockwise import blockwise_attention, max_attention_logits
+from ._rows import Rows
+from ._splash import splash_attention, splash_supports
+
+
+def causal_attention(
+    q: Float[Array, "B S H K"],
+    k: Float[Array, "B S J K"],
+    v: Float[Array, "B S J U"],
+    rows: Rows,
+    *,
+    scale: float,
+    record_max_logits: bool = False,
+) -> tuple[Float[Array, "B S H U"], Float[Array, " H"] | None]:
+    """Softmax attention of every position to its own document up to itself, and the largest logit per head.
+
+    Query head h uses key/value head `h // (H / J)`. A mesh of TPUs (`rows.axes`) runs the Pallas splash kernel,
+    everything else `blockwise_attention`.
+
+    Args:
+        q: Queries, unscaled.
+        k: Keys.
+        v: Values.
+        rows: Segment ids, and where activations live.
+        scale: Factor of the logits.
+        record_max_logits: Also return the largest scaled logit of each head over the pairs that count (padding
+            does not; -inf when there is none). No gradient.
+    """
+    batch, length, num_heads, _ = q.shape
+    q = q * jnp.asarray(scale, dtype=q.dtype)
+    grouped = jnp.reshape(q, (batch, length, k.shape[2], num_heads // k.shape[2], -1))
+    axes = rows.axes
+    if axes is not None and axes.platform == "tpu" and splash_supports(length):
+        out = splash_attention(q, k, v, rows.segment_ids, axes)
+        top = max_attention_logits(grouped, k, rows.segment_ids) if record_max_logits else None
+    else:
+        out, top = blockwise_attention(grouped, k, v, rows.segment_ids)
+        out = jnp.reshape(out, (batch, length, num_heads, -1))
+    if top is None or not record_max_logits:
+        return out, None
+    return out, jax.lax.stop_gradient(jnp.reshape(top, num_heads))

@@ -1,0 +1,91 @@
+"""One layer: a mixer and a feed-forward, each behind a norm and beside a residual."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._axes import constrain
+from ._config import LayerPlan, ModelConfig
+from ._delta import Kda, init_kda
+from ._ffn import SwiGlu, init_swiglu
+from ._gqa import Gqa, init_gqa
+from ._mla import Mla, init_mla
+from ._moe import Moe, SwigluLimits, init_moe
+from ._norm import rms_norm
+from ._param import param
+from ._router import RouterFacts
+from ._rows import Rows
+
+Mixer = Mla | Gqa | Kda
+FullAttention = (Mla, Gqa)
+
+
+class BlockFacts(eqx.Module):
+    """What a layer knows beside its output; None where it has no such part."""
+
+    router: RouterFacts | None
+    max_logits: Float[Array, " H"] | None
+
+
+class Block(eqx.Module):
+    """`x += mixer(norm(x)); x += ffn(norm(x))`."""
+
+    mixer_norm: Float[Array, " D"] = param("norm")
+    mixer: Mixer
+    ffn_norm: Float[Array, " D"] = param("norm")
+    ffn: SwiGlu | Moe
+    norm_eps: float = eqx.field(static=True)
+    record_max_logits: bool = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], rows: Rows, limits: SwigluLimits | None = None
+    ) -> tuple[Float[Array, "B S D"], BlockFacts]:
+        """The residual stream after this layer, and the layer's facts."""
+        normed = rms_norm(x, self.mixer_norm, self.norm_eps)
+        max_logits = None
+        if isinstance(self.mixer, FullAttention):
+            mixed, max_logits = self.mixer(normed, rows, self.record_max_logits)
+        else:
+            mixed = self.mixer(normed, rows)
+        x = constrain(x + mixed, "B S D", rows.axes)
+        y, router = self.feed_forward(x, rows, limits)
+        return constrain(x + y, "B S D", rows.axes), BlockFacts(router=router, max_logits=max_logits)
+
+    def feed_forward(
+        self, x: Float[Array, "B S D"], rows: Rows, limits: SwigluLimits | None
+    ) -> tuple[Float[Array, "B S D"], RouterFacts | None]:
+        """The second half without its residual."""
+        normed = rms_norm(x, self.ffn_norm, self.norm_eps)
+        if isinstance(self.ffn, Moe):
+            return self.ffn(normed, rows, limits)
+        return self.ffn(normed, rows.axes), None
+
+
+def init_block(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Block:
+    """A layer as `plan` says."""
+    mixer_key, ffn_key = jax.random.split(key)
+    width, std = config.hidden_size, config.initializer_range
+    ones = jnp.ones(width, dtype=jnp.float32)
+    if plan.ffn == "moe" and config.moe is not None:
+        ffn: SwiGlu | Moe = init_moe(config.moe, width, std, key=ffn_key)
+    else:
+        ffn = init_swiglu(width, config.intermediate_size or 0, std, key=ffn_key)
+    return Block(
+        mixer_norm=ones,
+        mixer=_init_mixer(config, plan, key=mixer_key),
+        ffn_norm=ones,
+        ffn=ffn,
+        norm_eps=config.rms_norm_eps,
+        record_max_logits=config.record_max_logits,
+    )
+
+
+def _init_mixer(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Mixer:
+    width, std, eps = config.hidden_size, config.initializer_range, config.rms_norm_eps
+    if plan.mixer == "linear" and config.kda is not None:
+        return init_kda(config.kda, width, std, eps, key=key)
+    if config.mla is not None:
+        return init_mla(config.mla, config.rope, width, std, key=key)
+    assert config.gqa is not None  # ModelConfig checks it
+    return init_gqa(config.gqa, config.rope, width, std, eps, key=key)

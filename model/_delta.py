@@ -1,0 +1,133 @@
+"""The layer around Kimi Delta Attention: projections, convolutions, gates, output norm."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._axes import constrain
+from ._config import KdaConfig
+from ._conv import causal_conv1d
+from ._kda import kda_chunked, l2_normalize
+from ._linear import init_normal, project
+from ._norm import rms_norm
+from ._param import matrix, param
+from ._precision import widen
+from ._rows import Rows
+
+
+class Kda(eqx.Module):
+    """Kimi Linear, arXiv:2510.26692, section 3, with full-rank gates and one output norm shared by the heads."""
+
+    q: Float[Array, "D H K"] = matrix("D", "K")
+    k: Float[Array, "D H K"] = matrix("D", "K")
+    v: Float[Array, "D H K"] = matrix("D", "K")
+    q_conv: Float[Array, "H K W"] = param("conv")
+    k_conv: Float[Array, "H K W"] = param("conv")
+    v_conv: Float[Array, "H K W"] = param("conv")
+    forget: Float[Array, "D H K"] = matrix("D", "K")
+    A_log: Float[Array, " H"] = param("decay")
+    dt_bias: Float[Array, "H K"] = param("decay")
+    beta: Float[Array, "D H"] = matrix("D", "H")
+    gate: Float[Array, "D H K"] = matrix("D", "K")
+    out_norm: Float[Array, " K"] = param("norm")
+    out: Float[Array, "H K D"] = matrix("H K", "D")
+    config: KdaConfig = eqx.field(static=True)
+    norm_eps: float = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "B S D"], rows: Rows) -> Float[Array, "B S D"]:
+        """The layer on whole rows; every document starts with an empty state."""
+        axes = rows.axes
+        raw = [constrain(y, "B S H K", axes) for y in self.raw_queries_keys_values(x)]
+        mixed = [
+            jnp.reshape(
+                causal_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), rows.segment_ids),
+                y.shape,
+            )
+            for y, weight in zip(raw, self.conv_weights)
+        ]
+        q, k, v = self.activate(*mixed)
+        heads, _ = kda_chunked(
+            q, k, v, self.log_decay(x), self.write_strength(x), segment_ids=rows.segment_ids
+        )
+        return self.project_out(constrain(heads, "B S H K", axes), x)
+
+    @property
+    def conv_weights(self) -> tuple[Float[Array, "H K W"], Float[Array, "H K W"], Float[Array, "H K W"]]:
+        """Convolution taps of q, k and v; the last tap meets the current position."""
+        return self.q_conv, self.k_conv, self.v_conv
+
+    def raw_queries_keys_values(
+        self, x: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H K"], Float[Array, "B S H K"]]:
+        """Projections, before the convolution."""
+        q, k, v = (project("bsd,dhk->bshk", x, weight) for weight in (self.q, self.k, self.v))
+        return q, k, v
+
+    def activate(
+        self, q: Float[Array, "B S H K"], k: Float[Array, "B S H K"], v: Float[Array, "B S H K"]
+    ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H K"], Float[Array, "B S H K"]]:
+        """SiLU of all three; queries and keys to unit length, queries scaled by `K ** -0.5`."""
+        q, k, v = jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v)
+        scale = jnp.asarray(self.config.head_dim**-0.5, dtype=q.dtype)
+        return l2_normalize(q) * scale, l2_normalize(k), v
+
+    def log_decay(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H K"]:
+        """Log of each channel's decay, nats, at most 0, in at least float32."""
+        raw = widen(project("bsd,dhk->bshk", x, self.forget)) + self.dt_bias
+        rate = jnp.exp(self.A_log)[:, None]
+        if self.config.lower_bound is None:
+            return -rate * jax.nn.softplus(raw)
+        return self.config.lower_bound * jax.nn.sigmoid(rate * raw)
+
+    def write_strength(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H"]:
+        """Beta in (0, 1), in at least float32."""
+        return jax.nn.sigmoid(widen(project("bsd,dh->bsh", x, self.beta)))
+
+    def project_out(self, heads: Float[Array, "B S H K"], x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Norm every head, gate every channel by `sigmoid(x @ gate)`, mix the heads."""
+        gate = jax.nn.sigmoid(widen(project("bsd,dhk->bshk", x, self.gate)))
+        heads = rms_norm(widen(heads), self.out_norm, self.norm_eps) * gate
+        return project("bshk,hkd->bsd", heads.astype(x.dtype), self.out)
+
+
+def _merge(x: Float[Array, "B S H K"]) -> Float[Array, "B S HK"]:
+    return jnp.reshape(x, (*x.shape[:2], -1))
+
+
+def init_kda(config: KdaConfig, hidden_size: int, std: float, norm_eps: float, *, key: PRNGKeyArray) -> Kda:
+    """Normal weights of standard deviation `std`, and the decay laws of Megatron's and transformers' KDA.
+
+    A_log is the log of U(1, 16); dt_bias is the inverse softplus of a log-uniform step in [1e-3, 0.1], at least 1e-4
+    (transformers 5.24, `BailingHybridPreTrainedModel._init_weights`). Convolution taps have variance 1/W.
+    """
+    keys = jax.random.split(key, 12)
+    heads, width, taps = config.num_heads, config.head_dim, config.conv_kernel_size
+
+    def wide(i: int) -> Float[Array, "D H K"]:
+        return init_normal((hidden_size, heads, width), std, key=keys[i])
+
+    def conv(i: int) -> Float[Array, "H K W"]:
+        return init_normal((heads, width, taps), taps**-0.5, key=keys[i])
+
+    step = jnp.exp(jax.random.uniform(keys[9], (heads, width), minval=math.log(1e-3), maxval=math.log(1e-1)))
+    step = jnp.maximum(step, 1e-4)
+    return Kda(
+        q=wide(0),
+        k=wide(1),
+        v=wide(2),
+        q_conv=conv(3),
+        k_conv=conv(4),
+        v_conv=conv(5),
+        forget=wide(6),
+        A_log=jnp.log(jax.random.uniform(keys[8], (heads,), minval=1.0, maxval=16.0)),
+        dt_bias=step + jnp.log(-jnp.expm1(-step)),
+        beta=init_normal((hidden_size, heads), std, key=keys[10]),
+        gate=wide(7),
+        out_norm=jnp.ones(width, dtype=jnp.float32),
+        out=init_normal((heads, width, hidden_size), std, key=keys[11]),
+        config=config,
+        norm_eps=norm_eps,
+    )

@@ -1,0 +1,136 @@
+"""Experts: every token passes the few it is routed to, and the shared ones. Nothing is dropped."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from ._config import MoeConfig
+from ._ffn import SwiGlu, init_swiglu, swiglu
+from ._grouped import grouped_matmul
+from ._linear import init_normal
+from ._param import matrix
+from ._router import Router, RouterFacts, init_router, router_facts
+from ._rows import Rows
+
+
+class Experts(eqx.Module):
+    """E SwiGLUs of equal width."""
+
+    gate: Float[Array, "E D F"] = matrix("D", "F")
+    up: Float[Array, "E D F"] = matrix("D", "F")
+    down: Float[Array, "E F D"] = matrix("F", "D")
+
+
+class Moe(eqx.Module):
+    """`sum over chosen experts of weight * expert(x)`, plus the shared expert unweighted."""
+
+    router: Router
+    experts: Experts
+    shared: SwiGlu | None
+
+    def __call__(
+        self, x: Float[Array, "B S D"], rows: Rows, limits: "SwigluLimits | None" = None
+    ) -> tuple[Float[Array, "B S D"], RouterFacts]:
+        """The layer's output, and what its router says."""
+        limits = SwigluLimits() if limits is None else limits
+        routing = self.router(x)
+        batch, length, width = x.shape
+        tokens = jnp.reshape(x, (batch * length, width))
+        chosen = jnp.reshape(routing.experts, (batch * length, -1))
+        weights = jnp.reshape(routing.weights, chosen.shape)
+        y = jnp.reshape(run_experts(self.experts, tokens, chosen, weights, limits.routed), x.shape)
+        if self.shared is not None:
+            y = y + self.shared(x, rows.axes, limits.shared)
+        return y, router_facts(routing, rows.router_mask)
+
+
+class SwigluLimits(eqx.Module):
+    """Clamps of one layer's SwiGLUs; None clamps nothing."""
+
+    routed: Float[Array, "*L"] | None = None
+    shared: Float[Array, "*L"] | None = None
+
+
+def run_experts(
+    experts: Experts,
+    tokens: Float[Array, "T D"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    limit: Float[Array, ""] | None = None,
+) -> Float[Array, "T D"]:
+    """Each token's weighted sum over its chosen experts.
+
+    Tokens are copied A times, sorted by expert, multiplied in groups and sorted back. The weight multiplies before
+    the down projection, where it is F wide.
+
+    Args:
+        experts: The experts.
+        tokens: Tokens of all rows.
+        chosen: Experts of each token, all different.
+        weights: Their factors.
+        limit: SwiGLU clamp.
+    """
+    num_experts, dtype = experts.gate.shape[0], tokens.dtype
+    order = jnp.argsort(jnp.reshape(chosen, chosen.size), stable=True)
+    inverse = jnp.argsort(order)
+    group_sizes = jnp.bincount(jnp.reshape(chosen, chosen.size), length=num_experts).astype(jnp.int32)
+    x = _spread(tokens, order, inverse, chosen.shape[1])
+    gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
+    up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
+    sorted_weights = jnp.reshape(weights, chosen.size)[order]
+    hidden = (swiglu(gate, up, limit) * sorted_weights[:, None]).astype(dtype)
+    return _collect(
+        grouped_matmul(hidden, experts.down.astype(dtype), group_sizes), order, inverse, chosen.shape[1]
+    )
+
+
+# `_spread` and `_collect` are each other's transposes. Both are gathers: left alone, the gradient of a gather is a
+# scatter-add, which is slow on every platform.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(
+    tokens: Float[Array, "T D"], order: Int[Array, " N"], inverse: Int[Array, " N"], num_copies: int
+) -> Float[Array, "N D"]:
+    """`num_copies` copies of every token, in `order`."""
+    return tokens[order // num_copies]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _collect(
+    rows: Float[Array, "N D"], order: Int[Array, " N"], inverse: Int[Array, " N"], num_copies: int
+) -> Float[Array, "T D"]:
+    """The sum of every token's copies."""
+    return jnp.sum(jnp.reshape(rows[inverse], (-1, num_copies, rows.shape[1])), axis=1)
+
+
+_spread.defvjp(
+    lambda tokens, order, inverse, num_copies: (
+        _spread(tokens, order, inverse, num_copies),
+        (order, inverse),
+    ),
+    lambda num_copies, permutation, g: (_collect(g, *permutation, num_copies), None, None),
+)
+_collect.defvjp(
+    lambda rows, order, inverse, num_copies: (_collect(rows, order, inverse, num_copies), (order, inverse)),
+    lambda num_copies, permutation, g: (_spread(g, *permutation, num_copies), None, None),
+)
+
+
+def init_moe(config: MoeConfig, hidden_size: int, std: float, *, key: PRNGKeyArray) -> Moe:
+    """Normal weights of standard deviation `std`; router bias 0."""
+    router_key, gate_key, up_key, down_key, shared_key = jax.random.split(key, 5)
+    num_experts, width = config.num_experts, config.moe_intermediate_size
+    shared_width = config.shared_intermediate_size
+    return Moe(
+        router=init_router(config, hidden_size, std, key=router_key),
+        experts=Experts(
+            gate=init_normal((num_experts, hidden_size, width), std, key=gate_key),
+            up=init_normal((num_experts, hidden_size, width), std, key=up_key),
+            down=init_normal((num_experts, width, hidden_size), std, key=down_key),
+        ),
+        shared=init_swiglu(hidden_size, shared_width, std, key=shared_key) if shared_width else None,
+    )
