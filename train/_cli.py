@@ -1,0 +1,79 @@
+"""The command line of the trainer."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE_ERROR = 2
+
+_EPILOG = """\
+examples:
+  python -m train configs/quickstart.yaml
+  python -m train configs/quickstart.yaml run.num_steps=50 optimizer.schedule.peak=1e-3
+  python -m train configs/quickstart.yaml --check loss.calculate_per_token_loss=true
+
+Running the same command again continues from the newest checkpoint of the run folder. Ctrl-C saves first.
+exit codes: 0 done, 1 failed while running, 2 wrong command or configuration, 130 or 143 stopped by a signal.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `python -m train`; returns its exit code. No traceback for anything a user can mend."""
+    options = _parser().parse_intermixed_args(arguments)
+    # After the arguments: --help need not wait for jax.
+    from rich.console import Console
+
+    from ._checkpoint import CheckpointError
+    from ._config import config_warnings
+    from ._config_load import ConfigError, dump_config, load_config
+    from ._loop import TrainingError, train
+    from ._run_folder import RunFolderError
+
+    console = Console()
+    try:
+        config = load_config(options.config, options.overrides)
+        for warning in config_warnings(config):
+            print(f"warning: {warning}", file=sys.stderr)
+        if options.check:
+            print(dump_config(config), end="")
+            return 0
+        result = train(config, console=console, is_fresh=options.fresh, is_forced=options.force)
+    except (ConfigError, RunFolderError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except (CheckpointError, TrainingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if result.signal is None:
+        return 0
+    command = " ".join(["python -m train", str(options.config), *options.overrides])
+    console.print(_stop_text(result.signal, result.step, config.run.num_steps, command), highlight=False, soft_wrap=True)
+    return 128 + result.signal
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train",
+        description="Train a model as a YAML file says; everything is written to the run folder (run.folder).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="change one value; the value is read as YAML"
+    )
+    parser.add_argument("--check", action="store_true", help="check the configuration, print it in full, and stop")
+    parser.add_argument("--fresh", action="store_true", help="delete what the run folder holds and begin at step 0")
+    parser.add_argument(
+        "--force", action="store_true", help="continue although configuration or data are not those of the checkpoint"
+    )
+    return parser
+
+
+def _stop_text(number: signal.Signals, step: int, num_steps: int, command: str) -> str:
+    return (
+        f"Stopped by {number.name} after step {step} of {num_steps}; the state is saved. "
+        f"To continue, run the same command again:\n  {command}"
+    )
