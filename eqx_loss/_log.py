@@ -1,10 +1,14 @@
 """Logged quantities: per-domain losses, bits per byte, perplexity, estimator gaps, intervals."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from ._reduce import SumCount
+
+Logs = TypeVar("Logs")  # any pytree of arrays: `LossLogs`, or a user's own
 
 
 def by_domain(
@@ -81,11 +85,11 @@ def estimator_gap(group: SumCount, pooled: SumCount) -> Float[Array, "*shape"]:
     return group.value() - pooled.value()
 
 
-def add_logs(first: PyTree, second: PyTree) -> PyTree:
+def add_logs(first: Logs, second: Logs) -> Logs:
     """Two logs pooled: sums add, counts add. The neutral element is `zero_logs`."""
     return jax.tree.map(jnp.add, first, second)
 
 
-def zero_logs(like: PyTree) -> PyTree:
+def zero_logs(like: Logs) -> Logs:
     """An empty log accumulator of the same structure; part of a run's checkpointed state."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
