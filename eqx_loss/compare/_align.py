@@ -88,8 +88,8 @@ def align(
     if not len(match_steps(reference, candidate, base).steps):
         raise LogError(
             f"the logs must share steps: reference has {reference.steps[0]}..{reference.steps[-1]}, "
-            "candidate "
-            f"{candidate.steps[0]}..{candidate.steps[-1]}, offset {base}; give another with --offset"
+            f"candidate {candidate.steps[0]}..{candidate.steps[-1]}, offset {base}; give another with "
+            "--offset"
         )
     found = _best_offset(reference, candidate, base)
     if given is not None:

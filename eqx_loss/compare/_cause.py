@@ -45,8 +45,8 @@ class Evidence:
 def likeliest_cause(evidence: Evidence) -> Cause:
     """The cause whose signature fits best; `Signature.UNKNOWN` when none does.
 
-    Order: values that are not finite, a step shift, a single step, models that hold from the
-    first step on (factor, logged term, offset), then what changes over the run.
+    Order: values that are not finite, a step shift, a start that is forgotten, models that hold
+    from the first step on (factor, logged term, offset), then what changes over the run.
     """
     signed = relative(evidence.pairs)
     usable = np.isfinite(signed)
@@ -59,9 +59,8 @@ def likeliest_cause(evidence: Evidence) -> Cause:
         return _unknown("no step has two finite, comparable values")
     if not _from_the_start(signed[usable], evidence.tolerance):
         return _later(evidence, signed, usable)
-    return (
-        _model(evidence, signed, usable) or _start_only(evidence, signed) or _later(evidence, signed, usable)
-    )
+    start = _start_only(evidence, signed)
+    return start or _model(evidence, signed, usable) or _later(evidence, signed, usable)
 
 
 def _not_finite(evidence: Evidence) -> Cause:
@@ -70,8 +69,7 @@ def _not_finite(evidence: Evidence) -> Cause:
     return Cause(
         signature=Signature.NOT_FINITE,
         text=f"NaN or infinity in the {who} from step {evidence.pairs.steps[at]}: a mean over no scored "
-        "token "
-        "(0/0), an overflow, or masked rows reaching the loss",
+        "token (0/0), an overflow, or masked rows reaching the loss",
     )
 
 
@@ -80,9 +78,8 @@ def _step_shift(shift: int) -> Cause:
     return Cause(
         signature=Signature.STEP_SHIFT,
         text=f"{steps} shift: the curves agree when the candidate's steps are moved by {shift:+d}: one "
-        "batch more or "
-        f"less was consumed, or a metric is written late; if only the numbering differs, add {shift:+d} to "
-        "--offset",
+        "batch more or less was consumed, or a metric is written late; if only the numbering differs, add "
+        f"{shift:+d} to --offset",
     )
 
 
@@ -149,9 +146,8 @@ def _logged_gap(gap: NDArray[np.float64], difference: NDArray[np.float64]) -> Ca
     first, second = ("per sample", "per token") if fit[0] > 0 else ("per token", "per sample")
     return Cause(
         signature=Signature.COVARIANCE_GAP,
-        text=f"the difference is {fit[0]:+.3f} times the logged covariance gap: the candidate is normalized "
-        f"{first}, "
-        f"the reference {second} (calculate_per_token_loss)",
+        text=f"the difference is {fit[0]:+.3f} times the logged covariance gap: the candidate is "
+        f"normalized {first}, the reference {second} (calculate_per_token_loss)",
     )
 
 
@@ -174,8 +170,8 @@ def _start_only(evidence: Evidence, signed: NDArray[np.float64]) -> Cause | None
     if len(sizes) >= _MIN_STEPS and float(np.median(tail)) < min(evidence.tolerance, float(sizes[0]) / 10):
         return Cause(
             signature=Signature.DIFFERENT_START,
-            text=f"the runs begin {sizes[0]:.3%} apart and come together: other initial weights, a converted "
-            "checkpoint with an error, or another first batch",
+            text=f"the runs begin {sizes[0]:.3%} apart and come together: other initial weights, a "
+            "converted checkpoint with an error, or another first batch",
         )
     return None
 
@@ -189,8 +185,7 @@ def _later(evidence: Evidence, signed: NDArray[np.float64], usable: NDArray[np.b
         return Cause(
             signature=Signature.DIFFERENT_DATA,
             text="batch to batch changes of the two curves are unrelated: other data or another sample "
-            "order (seed, "
-            "blend, shard before shuffle)",
+            "order (seed, blend, shard before shuffle)",
         )
     begin = None if _is_ramp(evidence, signed[usable]) else _divergence(sizes, evidence.tolerance)
     if begin is not None:
@@ -202,27 +197,22 @@ def _later(evidence: Evidence, signed: NDArray[np.float64], usable: NDArray[np.b
         )
         return Cause(
             signature=Signature.DIVERGENCE,
-            text=f"divergence from step {steps[begin]} on: median difference {np.median(sizes[:begin]):.2e} "
-            "before, "
-            f"{np.median(sizes[begin:]):.2e} after: look at that step's batch, learning rate, gradient norm "
-            "and "
-            f"skipped updates{after}",
+            text=f"divergence from step {steps[begin]} on: median difference "
+            f"{np.median(sizes[:begin]):.2e} before, {np.median(sizes[begin:]):.2e} after: look at that "
+            f"step's batch, learning rate, gradient norm and skipped updates{after}",
         )
     if evidence.drift is not None and evidence.drift.significant:
         return Cause(
             signature=Signature.DRIFT,
             text=f"steady drift of {evidence.drift.per_1k_steps:+.2e} +- {evidence.drift.error:.1e} per "
-            "1000 steps: an "
-            "optimizer difference (learning rate, weight decay groups, epsilon, moment dtype) or a state "
-            "that one "
-            "run does not update (router bias)",
+            "1000 steps: an optimizer difference (learning rate, weight decay groups, epsilon, moment "
+            "dtype) or a state that one run does not update (router bias)",
         )
     if np.count_nonzero(beyond) <= max(1, len(beyond) // 20):
         return Cause(
             signature=Signature.ISOLATED_STEPS,
             text=f"{np.count_nonzero(beyond)} isolated steps beyond tolerance, first at "
-            f"{steps[np.argmax(beyond)]}: "
-            "noise close to the tolerance, or single batches that differ",
+            f"{steps[np.argmax(beyond)]}: noise close to the tolerance, or single batches that differ",
         )
     return _unknown("no known pattern; look at the picture (--plot) and at the first step beyond tolerance")
 
@@ -260,13 +250,14 @@ def _divergence(sizes: NDArray[np.float64], tolerance: float) -> int | None:
 
 
 def _other_data(evidence: Evidence, usable: NDArray[np.bool_]) -> bool:
-    """True when step to step changes correlate by less than a half although they are not tiny."""
-    reference = np.diff(evidence.pairs.reference[usable])
-    candidate = np.diff(evidence.pairs.candidate[usable])
+    """True when batch to batch changes correlate by less than a half although they are not tiny.
+
+    Second differences: they leave the noise of the batches and hardly anything of the curve.
+    """
+    reference = np.diff(evidence.pairs.reference[usable], n=2)
+    candidate = np.diff(evidence.pairs.candidate[usable], n=2)
     if len(reference) < 16:
         return False
-    reference = reference - np.median(reference)
-    candidate = candidate - np.median(candidate)
     level = float(np.median(np.abs(evidence.pairs.reference[usable])))
     if min(np.std(reference), np.std(candidate)) <= evidence.tolerance * level:
         return False

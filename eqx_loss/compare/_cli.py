@@ -64,8 +64,8 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eqx_loss compare",
-        description="Compare the losses of two training logs, step by step. Exit code: 0 within tolerance, "
-        "1 beyond, 2 unusable input.",
+        description="Compare the losses of two training logs, step by step. Exit code: 0 within "
+        "tolerance, 1 beyond, 2 unusable input.",
         epilog=f"Channels: {', '.join(KNOWN_NAMES)}, mtp_1, mtp_2, ... Tolerances are relative: 0.0002 is "
         "0.02 %.",
     )
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="CHANNEL=NAME",
-        help="name of a channel in the logs; CHANNEL=REFERENCE_NAME::CANDIDATE_NAME when they differ "
-        "(one of the two may be left empty)",
+        help="name of a channel in the logs; CHANNEL=REFERENCE_NAME::CANDIDATE_NAME when they differ (one "
+        "of the two may be left empty)",
     )
     parser.add_argument(
         "--tol",

@@ -223,8 +223,7 @@ def _judge(name: str, pairs: Pairs, sides: _Sides, options: Options) -> ChannelR
         cause = Cause(
             signature=Signature.STEP_SHIFT,
             text=f"agrees after an offset of {sides.alignment.offset:+d} was found; give --offset "
-            f"{sides.alignment.offset} "
-            "to have it checked",
+            f"{sides.alignment.offset} to have it checked",
         )
     return ChannelResult(
         channel=name,

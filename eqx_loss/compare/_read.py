@@ -97,8 +97,8 @@ def _recognize(text: str, path: str) -> LogFormat:
     if text.lstrip()[:1] in ("{", "["):
         _document(text, path)  # says where the JSON breaks off
     raise LogError(
-        f"{path}: no training step recognized; a log must be {_KNOWN}. "
-        f"First line: {lines[0][:80] if lines else ''!r}"
+        f"{path}: no training step recognized; a log must be {_KNOWN}. First line: "
+        f"{lines[0][:80] if lines else ''!r}"
     )
 
 

@@ -96,8 +96,8 @@ class Run:
 def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
     """The run of all rows: for each name and step the last value wins, and the others are counted.
 
-    A restart is a row whose step is below the one before it and whose values are not simply
-    those already known (late prints of another process are no restarts).
+    A restart is a row whose step is at least two below the one before it, or one below it with
+    another loss (a late print of another process repeats the loss).
 
     Raises:
         LogError: There is no row at all.
@@ -105,8 +105,8 @@ def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
     if not parsed.rows:
         skipped = f" ({parsed.num_skipped} unreadable records)" if parsed.num_skipped else ""
         raise LogError(
-            f"{path}: no training step found when read as {log_format.value}{skipped}; "
-            "name the right format with --reference-format or --candidate-format"
+            f"{path}: no training step found when read as {log_format.value}{skipped}; name the right "
+            "format with --reference-format or --candidate-format"
         )
     tables: dict[str, dict[int, float]] = {}
     num_repeated = num_duplicates = 0
@@ -121,7 +121,7 @@ def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
                     num_duplicates += 1
                 else:
                     num_repeated += 1
-                    changed = True
+                    changed |= "loss" in name  # rates and times differ between processes anyway
             table[row.step] = value
         if (
             previous_step is not None
