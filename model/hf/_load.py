@@ -1,0 +1,158 @@
+"""From a Ling-3 checkpoint folder to a model, array by array."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._config import Dtype, ModelConfig
+from .._transformer import Transformer, init_model
+from ._convert_config import to_model_config
+from ._errors import CheckpointError
+from ._hf_config import HfConfig, read_hf_config
+from ._layout import checkpoint_names, fused_layers_of, layer_types_of, rules
+from ._leaves import Assembly, leaf_paths
+from ._rule import Rule
+from ._shards import DTYPES, ShardReader
+
+CONFIG_NAME = "config.json"
+Progress = Callable[[str], None]
+_KNOWN_EXTRAS = (".inv_freq",)  # a constant that some writers store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A checkpoint whose names, shapes and dtypes were checked; no numbers are read yet.
+
+    Attributes:
+        config: The model it holds.
+        hf: Its `config.json`.
+        reader: Its tensors.
+        rules: One rule for each tensor.
+        stored_names: Name in the file, by the name in the rule.
+    """
+
+    config: ModelConfig
+    hf: HfConfig
+    reader: ShardReader
+    rules: tuple[Rule, ...]
+    stored_names: Mapping[str, str]
+
+    def read(self, rule: Rule) -> np.ndarray:
+        """The tensor of a rule, in its stored dtype."""
+        return self.reader.read(self.stored_names[rule.name])
+
+
+def open_hf(path: str | os.PathLike[str], *, dtype: Dtype = "bfloat16") -> Opened:
+    """Read `config.json` and the shards' headers, and check every name, shape and dtype.
+
+    Args:
+        path: Folder of a checkpoint, in either spelling, sharded or not.
+        dtype: Compute dtype of the model.
+
+    Raises:
+        CheckpointError: Missing, extra and mis-shaped tensors, one line each by name, or an unreadable folder.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError([f"{folder}: no such folder"])
+    reader = ShardReader(folder)
+    hf = read_hf_config(_read_raw_config(folder))
+    stored = checkpoint_names(iter(reader.tensors))
+    types = hf.layer_types or layer_types_of(iter(stored), hf.num_hidden_layers)
+    config = to_model_config(hf, types, dtype=dtype)
+    table = tuple(rules(config, fused_layers=fused_layers_of(iter(stored))))
+    problems = _problems(table, stored, reader, hf)
+    if problems:
+        raise CheckpointError(problems)
+    return Opened(config=config, hf=hf, reader=reader, rules=table, stored_names=stored)
+
+
+def load_hf(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Dtype = "bfloat16",
+    param_dtype: Dtype = "float32",
+    shardings: Mapping[str, jax.sharding.Sharding] | None = None,
+    progress: Progress | None = None,
+) -> tuple[ModelConfig, Transformer]:
+    """The configuration and the model of a checkpoint folder.
+
+    Without `shardings`, memory holds the model and one of our arrays twice. With them, every device's part of an array
+    is put together from the tensors it needs, so the host holds one part and one tensor.
+
+    Args:
+        path: The folder.
+        dtype: Compute dtype of the model.
+        param_dtype: Dtype of the parameters; float32 holds a bfloat16 checkpoint exactly.
+        shardings: Where each array goes, by its dotted path; None puts all on the default device.
+        progress: Called with a line of text for every array.
+
+    Raises:
+        CheckpointError: As `open_hf`.
+    """
+    opened = open_hf(path, dtype=dtype)
+    skeleton = abstract_model(opened.config)
+    paths, leaves = leaf_paths(skeleton), jax.tree.leaves(skeleton)
+    assembly = Assembly(opened.rules, {p: leaf.shape for p, leaf in zip(paths, leaves, strict=True)})
+    arrays: list[Any] = []
+    for number, name in enumerate(paths):
+        shape = assembly.shapes[name]
+
+        def part(where: tuple[slice, ...], name: str = name) -> np.ndarray:
+            return assembly.read_block(name, where, np.dtype(param_dtype), opened.read)
+
+        if shardings is None:
+            arrays.append(jax.numpy.asarray(part(tuple(slice(None) for _ in shape))))
+        else:
+            arrays.append(jax.make_array_from_callback(shape, shardings[name], part))
+        if progress is not None:
+            progress(f"{number + 1}/{len(paths)} {name} {list(shape)}")
+    opened.reader.close()
+    return opened.config, jax.tree.unflatten(jax.tree.structure(skeleton), arrays)
+
+
+def abstract_model(config: ModelConfig) -> Transformer:
+    """The model of `config` with `jax.ShapeDtypeStruct`s in place of arrays."""
+    return eqx.filter_eval_shape(lambda key: init_model(config, key=key), jax.random.key(0))
+
+
+def _read_raw_config(folder: Path) -> dict[str, object]:
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise CheckpointError([f"{file}: missing; a checkpoint folder holds it beside the weights"])
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError([f"{CONFIG_NAME}: is not JSON ({error})"]) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError([f"{CONFIG_NAME}: must hold a JSON object, got {type(raw).__name__}"])
+    return raw
+
+
+def _problems(
+    table: tuple[Rule, ...], stored: Mapping[str, str], reader: ShardReader, hf: HfConfig
+) -> list[str]:
+    wanted = {rule.name: rule.shape for rule in table}
+    problems = [f"{name}: missing, expected {list(shape)}" for name, shape in wanted.items() if name not in stored]
+    for name, file_name in stored.items():
+        info = reader.tensors[file_name]
+        if name not in wanted:
+            if not name.endswith(_KNOWN_EXTRAS) and not _is_empty_shared(name, info.shape, hf):
+                problems.append(f"{file_name}: extra, {list(info.shape)}; config.json describes no such tensor")
+        elif info.shape != wanted[name]:
+            problems.append(f"{file_name}: shape {list(info.shape)}, expected {list(wanted[name])}")
+        elif info.dtype not in DTYPES or not np.issubdtype(DTYPES[info.dtype], np.inexact) and info.dtype != "BF16":
+            problems.append(f"{file_name}: dtype {info.dtype} is not read; convert it to BF16 or F32")
+    return problems
+
+
+def _is_empty_shared(name: str, shape: tuple[int, ...], hf: HfConfig) -> bool:
+    """Without shared experts, transformers stores shared-expert tensors of size 0."""
+    return hf.num_shared_experts == 0 and ".mlp.shared_experts." in name and 0 in shape
