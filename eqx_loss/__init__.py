@@ -1,5 +1,7 @@
 """Loss normalization as token weights: masks -> weights -> sums; objective and logs kept apart."""
 
+from ._layout import BatchLayout as BatchLayout
+from ._layout import row_pieces as row_pieces
 from ._log import add_logs as add_logs
 from ._log import bits_per_byte as bits_per_byte
 from ._log import by_domain as by_domain
@@ -8,24 +10,29 @@ from ._log import estimator_gap as estimator_gap
 from ._log import perplexity as perplexity
 from ._log import zero_logs as zero_logs
 from ._loss_weights import LossWeights as LossWeights
-from ._loss_weights import loss_weights as loss_weights
+from ._loss_weights import RouterWeights as RouterWeights
 from ._output import LossLogs as LossLogs
 from ._output import LossOutput as LossOutput
 from ._output import Objective as Objective
-from ._output import RouterTerms as RouterTerms
 from ._output import add_outputs as add_outputs
 from ._output import loss_output as loss_output
 from ._output import reported_loss as reported_loss
+from ._profile_weights import loss_weights as loss_weights
 from ._reduce import SumCount as SumCount
 from ._reduce import guarded_ratio as guarded_ratio
 from ._reduce import sum_count as sum_count
 from ._reduce import zero_sum_count as zero_sum_count
+from ._release_rules import MEGATRON_RELEASES as MEGATRON_RELEASES
+from ._release_rules import MegatronRules as MegatronRules
+from ._release_rules import MicroStepRules as MicroStepRules
+from ._release_rules import megatron_rules as megatron_rules
 from ._router import LoadBalanceScope as LoadBalanceScope
 from ._router import expert_counts as expert_counts
 from ._router import load_balance as load_balance
 from ._router import load_balance_units as load_balance_units
 from ._router import router_z_term as router_z_term
 from ._router import updated_router_bias as updated_router_bias
+from ._router_output import RouterTerms as RouterTerms
 from ._semantics import LossSemantics as LossSemantics
 from ._targets import next_token_targets as next_token_targets
 from ._targets import same_document_as_next as same_document_as_next
@@ -38,6 +45,7 @@ from ._weights import granular_mean as granular_mean
 from ._weights import group_mean_weights as group_mean_weights
 from ._weights import num_groups as num_groups
 from ._weights import token_weights as token_weights
+from ._weights import weights_by_group as weights_by_group
 from ._xent import HeadLoss as HeadLoss
 from ._xent import TokenLosses as TokenLosses
 from ._xent import cross_entropy as cross_entropy

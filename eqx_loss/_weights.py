@@ -116,6 +116,46 @@ def group_mean_weights(
     return jax.lax.stop_gradient(guarded_ratio(votes, totals))
 
 
+def weights_by_group(
+    mask: Bool[Array, "B S"],
+    group_ids: Int[Array, "B S"] | Int[Array, " B"],
+    num_groups: int,
+    *,
+    divisor: float | None = None,
+    count_empty: bool = True,
+) -> Float[Array, "B S"]:
+    """Weights for groups of any shape: data ranks, prompts, domains, sequences.
+
+    `sum(w * l)` is the mean over groups of each group's mean, or, with `divisor`, of each group's
+    sum over a constant (`divisor=1` for a plain sum; Dr. GRPO, arXiv:2503.20783, divides by the
+    maximal length). An empty group weighs 0. No gradient.
+
+    Args:
+        mask: True where a token is scored.
+        group_ids: In `[0, num_groups)`, one per token or one per row. Tokens with an id outside
+            the range weigh 0.
+        num_groups: Number of groups, at least 1.
+        divisor: None divides each group by its own token count; a positive constant by itself.
+        count_empty: False leaves groups without a scored token out of the mean over groups.
+
+    Raises:
+        ValueError: `num_groups` is below 1 or `divisor` is not positive.
+    """
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+    if divisor is not None and not divisor > 0:
+        raise ValueError(f"divisor must be positive, got {divisor}; use None to divide by token counts")
+    dtype = jnp.result_type(float)
+    ids = jnp.broadcast_to(group_ids if group_ids.ndim == 2 else group_ids[:, None], mask.shape)
+    scored = mask & (ids >= 0) & (ids < num_groups)
+    counts = jax.ops.segment_sum(
+        scored.astype(dtype).ravel(), jnp.where(scored, ids, 0).ravel(), num_segments=num_groups
+    )
+    own = counts[jnp.where(scored, ids, 0)] if divisor is None else jnp.full(mask.shape, divisor, dtype)
+    present = jnp.sum(counts > 0, dtype=dtype) if not count_empty else jnp.asarray(num_groups, dtype)
+    return jax.lax.stop_gradient(guarded_ratio(scored.astype(dtype), own * present))
+
+
 def num_groups(
     mask: Bool[Array, "B S"],
     granularity: Granularity,
