@@ -7,17 +7,20 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._axes import constrain
 from ._config import LayerPlan, ModelConfig
+from ._constants import LayerConstants
 from ._delta import Kda, init_kda
 from ._ffn import SwiGlu, init_swiglu
+from ._gla import Lightning, init_lightning
 from ._gqa import Gqa, init_gqa
 from ._mla import Mla, init_mla
-from ._moe import Moe, SwigluLimits, init_moe
+from ._moe import Moe, init_moe
 from ._norm import rms_norm
+from ._parallel import whole
 from ._param import param
 from ._router import RouterFacts
 from ._rows import Rows
 
-Mixer = Mla | Gqa | Kda
+Mixer = Mla | Gqa | Kda | Lightning
 FullAttention = (Mla, Gqa)
 
 
@@ -31,35 +34,41 @@ class BlockFacts(eqx.Module):
 class Block(eqx.Module):
     """`x += mixer(norm(x)); x += ffn(norm(x))`."""
 
-    mixer_norm: Float[Array, " D"] = param("norm")
+    mixer_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
     mixer: Mixer
-    ffn_norm: Float[Array, " D"] = param("norm")
+    ffn_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
     ffn: SwiGlu | Moe
     norm_eps: float = eqx.field(static=True)
     record_max_logits: bool = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rows: Rows, limits: SwigluLimits | None = None
+        self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None = None
     ) -> tuple[Float[Array, "B S D"], BlockFacts]:
         """The residual stream after this layer, and the layer's facts."""
         normed = rms_norm(x, self.mixer_norm, self.norm_eps)
         max_logits = None
-        if isinstance(self.mixer, FullAttention):
-            mixed, max_logits = self.mixer(normed, rows, self.record_max_logits)
+        mixer = whole(self.mixer, rows.parallel)
+        if isinstance(mixer, FullAttention):
+            mixed, max_logits = mixer(normed, rows, self.record_max_logits)
+        elif isinstance(mixer, Lightning):
+            assert constants is not None  # the stack passes them
+            assert constants.slopes is not None
+            mixed = mixer(normed, rows, constants.slopes)
         else:
-            mixed = self.mixer(normed, rows)
+            mixed = mixer(normed, rows)
         x = constrain(x + mixed, "B S D", rows.axes)
-        y, router = self.feed_forward(x, rows, limits)
+        y, router = self.feed_forward(x, rows, constants)
         return constrain(x + y, "B S D", rows.axes), BlockFacts(router=router, max_logits=max_logits)
 
     def feed_forward(
-        self, x: Float[Array, "B S D"], rows: Rows, limits: SwigluLimits | None
+        self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None
     ) -> tuple[Float[Array, "B S D"], RouterFacts | None]:
         """The second half without its residual."""
         normed = rms_norm(x, self.ffn_norm, self.norm_eps)
-        if isinstance(self.ffn, Moe):
-            return self.ffn(normed, rows, limits)
-        return self.ffn(normed, rows.axes), None
+        ffn = whole(self.ffn, rows.parallel)
+        if isinstance(ffn, Moe):
+            return ffn(normed, rows, constants)
+        return ffn(normed, rows.axes), None
 
 
 def init_block(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Block:
@@ -85,6 +94,8 @@ def _init_mixer(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> M
     width, std, eps = config.hidden_size, config.initializer_range, config.rms_norm_eps
     if plan.mixer == "linear" and config.kda is not None:
         return init_kda(config.kda, width, std, eps, key=key)
+    if plan.mixer == "linear" and config.lightning is not None:
+        return init_lightning(config.lightning, config.rope, width, std, eps, key=key)
     if config.mla is not None:
         return init_mla(config.mla, config.rope, width, std, key=key)
     assert config.gqa is not None  # ModelConfig checks it

@@ -152,7 +152,8 @@ class KdaConfig:
         num_heads: H.
         head_dim: K = U, query, key and value dims of a head.
         conv_kernel_size: W, taps of the depthwise causal convolution.
-        lower_bound: Log-decay (nats per token) is `lower_bound * sigmoid(...)`; None is the softplus gate without bound.
+        lower_bound: Log-decay (nats per token) is `lower_bound * sigmoid(...)`; None is the softplus gate
+            without bound.
     """
 
     num_heads: int
@@ -389,8 +390,8 @@ class ModelConfig:
             limits = getattr(self.moe, name)
             if limits is not None and len(limits) != self.num_layers:
                 raise ValueError(
-                    f"MoeConfig.{name} must have one number per layer, num_layers={self.num_layers}, got {len(limits)}; "
-                    "use inf for a layer without limit"
+                    f"MoeConfig.{name} must have one number per layer, num_layers={self.num_layers}, "
+                    f"got {len(limits)}; use inf for a layer without limit"
                 )
 
     @property

@@ -13,9 +13,9 @@ from ._param import matrix
 class SwiGlu(eqx.Module):
     """`(silu(x @ gate) * (x @ up)) @ down`."""
 
-    gate: Float[Array, "D F"] = matrix("D", "F")
-    up: Float[Array, "D F"] = matrix("D", "F")
-    down: Float[Array, "F D"] = matrix("F", "D")
+    gate: Float[Array, "D F"] = eqx.field(metadata=matrix("D", "F"))
+    up: Float[Array, "D F"] = eqx.field(metadata=matrix("D", "F"))
+    down: Float[Array, "F D"] = eqx.field(metadata=matrix("F", "D"))
 
     def __call__(
         self, x: Float[Array, "B S D"], axes: Axes | None = None, limit: Float[Array, ""] | None = None

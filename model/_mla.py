@@ -19,8 +19,8 @@ from ._rows import Rows
 class DirectQuery(eqx.Module):
     """Queries straight from x."""
 
-    nope: Float[Array, "D H K"] = matrix("D", "H K")
-    rope: Float[Array, "D H R"] = matrix("D", "H R")
+    nope: Float[Array, "D H K"] = eqx.field(metadata=matrix("D", "H K"))
+    rope: Float[Array, "D H R"] = eqx.field(metadata=matrix("D", "H R"))
 
     def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H R"]]:
         """Each head's dims without position, and its dims that are to turn."""
@@ -30,10 +30,10 @@ class DirectQuery(eqx.Module):
 class LatentQuery(eqx.Module):
     """Queries from a normed latent of x."""
 
-    down: Float[Array, "D Q"] = matrix("D", "Q")
-    norm: Float[Array, " Q"] = param("norm")
-    nope: Float[Array, "Q H K"] = matrix("Q", "H K")
-    rope: Float[Array, "Q H R"] = matrix("Q", "H R")
+    down: Float[Array, "D Q"] = eqx.field(metadata=matrix("D", "Q"))
+    norm: Float[Array, " Q"] = eqx.field(metadata=param("norm"))
+    nope: Float[Array, "Q H K"] = eqx.field(metadata=matrix("Q", "H K"))
+    rope: Float[Array, "Q H R"] = eqx.field(metadata=matrix("Q", "H R"))
     eps: float = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H R"]]:
@@ -49,12 +49,12 @@ class Mla(eqx.Module):
     """
 
     query: DirectQuery | LatentQuery
-    kv_down: Float[Array, "D CR"] = matrix("D", "CR")
-    kv_norm: Float[Array, " C"] = param("norm")
-    k_up: Float[Array, "C H K"] = matrix("C", "H K")
-    v_up: Float[Array, "C H U"] = matrix("C", "H U")
-    gate: Float[Array, "D H"] | None = matrix("D", "H")
-    out: Float[Array, "H U D"] = matrix("H U", "D")
+    kv_down: Float[Array, "D CR"] = eqx.field(metadata=matrix("D", "CR"))
+    kv_norm: Float[Array, " C"] = eqx.field(metadata=param("norm"))
+    k_up: Float[Array, "C H K"] = eqx.field(metadata=matrix("C", "H K"))
+    v_up: Float[Array, "C H U"] = eqx.field(metadata=matrix("C", "H U"))
+    gate: Float[Array, "D H"] | None = eqx.field(metadata=matrix("D", "H"))
+    out: Float[Array, "H U D"] = eqx.field(metadata=matrix("H U", "D"))
     config: MlaConfig = eqx.field(static=True)
     rope: RopeConfig = eqx.field(static=True)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._config import MoeConfig
+from ._constants import LayerConstants
 from ._ffn import SwiGlu, init_swiglu, swiglu
 from ._grouped import grouped_matmul
 from ._linear import init_normal
@@ -19,9 +20,9 @@ from ._rows import Rows
 class Experts(eqx.Module):
     """E SwiGLUs of equal width."""
 
-    gate: Float[Array, "E D F"] = matrix("D", "F")
-    up: Float[Array, "E D F"] = matrix("D", "F")
-    down: Float[Array, "E F D"] = matrix("F", "D")
+    gate: Float[Array, "E D F"] = eqx.field(metadata=matrix("D", "F"))
+    up: Float[Array, "E D F"] = eqx.field(metadata=matrix("D", "F"))
+    down: Float[Array, "E F D"] = eqx.field(metadata=matrix("F", "D"))
 
 
 class Moe(eqx.Module):
@@ -32,26 +33,19 @@ class Moe(eqx.Module):
     shared: SwiGlu | None
 
     def __call__(
-        self, x: Float[Array, "B S D"], rows: Rows, limits: "SwigluLimits | None" = None
+        self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None = None
     ) -> tuple[Float[Array, "B S D"], RouterFacts]:
         """The layer's output, and what its router says."""
-        limits = SwigluLimits() if limits is None else limits
+        constants = LayerConstants() if constants is None else constants
         routing = self.router(x)
         batch, length, width = x.shape
         tokens = jnp.reshape(x, (batch * length, width))
         chosen = jnp.reshape(routing.experts, (batch * length, -1))
         weights = jnp.reshape(routing.weights, chosen.shape)
-        y = jnp.reshape(run_experts(self.experts, tokens, chosen, weights, limits.routed), x.shape)
+        y = jnp.reshape(run_experts(self.experts, tokens, chosen, weights, constants.routed_limit), x.shape)
         if self.shared is not None:
-            y = y + self.shared(x, rows.axes, limits.shared)
+            y = y + self.shared(x, rows.axes, constants.shared_limit)
         return y, router_facts(routing, rows.router_mask)
-
-
-class SwigluLimits(eqx.Module):
-    """Clamps of one layer's SwiGLUs; None clamps nothing."""
-
-    routed: Float[Array, "*L"] | None = None
-    shared: Float[Array, "*L"] | None = None
 
 
 def run_experts(

@@ -9,6 +9,7 @@ from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig
 from ._linear import init_normal, project
 from ._norm import rms_norm
+from ._parallel import whole_field
 from ._param import matrix, param
 from ._rows import Rows
 
@@ -20,11 +21,11 @@ class MtpBlock(eqx.Module):
     `bailing_moe_v3` code has it.
     """
 
-    embedding_norm: Float[Array, " D"] = param("norm")
-    hidden_norm: Float[Array, " D"] = param("norm")
-    merge: Float[Array, "D2 D"] = matrix("D2", "D")
+    embedding_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
+    hidden_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
+    merge: Float[Array, "D2 D"] = eqx.field(metadata=matrix("D2", "D"))
     block: Block
-    final_norm: Float[Array, " D"] = param("norm")
+    final_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
     norm_eps: float = eqx.field(static=True)
 
     def __call__(
@@ -39,7 +40,8 @@ class MtpBlock(eqx.Module):
         """
         embedded = rms_norm(embedded, self.embedding_norm, self.norm_eps)
         hidden = rms_norm(hidden, self.hidden_norm, self.norm_eps)
-        x = project("bse,ed->bsd", jnp.concatenate([embedded, hidden], axis=-1), self.merge)
+        merge = whole_field(self, "merge", rows.parallel)
+        x = project("bse,ed->bsd", jnp.concatenate([embedded, hidden], axis=-1), merge)
         x, facts = self.block(x, rows)
         return rms_norm(x, self.final_norm, self.norm_eps), facts
 

@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 from ._precision import widen
 
 
-def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*batch D"]:
+def rms_norm(
+    x: Float[Array, "*batch D"], weight: Float[Array, "*groups D"], eps: float
+) -> Float[Array, "*batch D"]:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, in at least float32, returned in `x`'s dtype.
 
     Zhang and Sennrich, arXiv:1910.07467, eq. 4.

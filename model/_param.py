@@ -2,7 +2,7 @@
 
 The dimensions come from the field's own annotation; role and matrix are written beside the field:
 
-    q_nope: Float[Array, "D H K"] = matrix("D", "H K")
+    nope: Float[Array, "D H K"] = eqx.field(metadata=matrix("D", "H K"))
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ class ParamSpec:
     columns: str = ""
 
 
-def matrix(rows: str, columns: str) -> Any:
-    """Field whose array holds matrices from `rows` axes to `columns` axes."""
-    return eqx.field(metadata={"role": "matrix", "rows": rows, "columns": columns})
+def matrix(rows: str, columns: str) -> dict[str, str]:
+    """Metadata of a field whose array holds matrices from `rows` axes to `columns` axes."""
+    return {"role": "matrix", "rows": rows, "columns": columns}
 
 
-def param(role: Role) -> Any:
-    """Field of another role than "matrix"."""
-    return eqx.field(metadata={"role": role, "rows": "", "columns": ""})
+def param(role: Role) -> dict[str, str]:
+    """Metadata of a field of another role than "matrix"."""
+    return {"role": role, "rows": "", "columns": ""}
 
 
 def param_specs(model: eqx.Module) -> PyTree[ParamSpec]:
@@ -61,21 +61,31 @@ def param_specs(model: eqx.Module) -> PyTree[ParamSpec]:
     return jax.tree_util.tree_unflatten(treedef, [_spec(model, path, leaf) for path, leaf in flat])
 
 
+def field_spec(owner: type, name: str) -> ParamSpec:
+    """What the parameter field `name` of a module class declares, without a scan axis.
+
+    Raises:
+        ValueError: If the field declares no role.
+    """
+    field = next(f for f in dataclasses.fields(owner) if f.name == name)
+    if "role" not in field.metadata:
+        raise ValueError(
+            f"{owner.__name__}.{name} declares no role; annotate it with matrix(...) or param(...)"
+        )
+    return ParamSpec(axes=_declared_axes(owner, name), **field.metadata)
+
+
 def _spec(model: eqx.Module, path: tuple[Any, ...], leaf: Any) -> ParamSpec:
     owner: Any = model
     for key in path[:-1]:
         owner = getattr(owner, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else owner[key.idx]
     name, where = path[-1].name, jax.tree_util.keystr(path)
-    field = next(f for f in dataclasses.fields(owner) if f.name == name)
-    if "role" not in field.metadata:
-        raise ValueError(
-            f"{type(owner).__name__}.{name} declares no role; annotate it with matrix(...) or param(...)"
-        )
-    stacked = any(getattr(key, "name", None) == "groups" for key in path)
-    axes = ("L " if stacked else "") + _declared_axes(type(owner), name)
-    if len(axes.split()) != len(leaf.shape):
-        raise ValueError(f"{where} has shape {leaf.shape} but axes {axes!r}; correct the annotation")
-    return ParamSpec(axes=axes, **field.metadata)
+    spec = field_spec(type(owner), name)
+    if any(getattr(key, "name", None) == "groups" for key in path):
+        spec = dataclasses.replace(spec, axes="L " + spec.axes)
+    if len(spec.axes.split()) != len(leaf.shape):
+        raise ValueError(f"{where} has shape {leaf.shape} but axes {spec.axes!r}; correct the annotation")
+    return spec
 
 
 def _declared_axes(owner: type, name: str) -> str:

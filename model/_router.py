@@ -35,8 +35,8 @@ class Router(eqx.Module):
     DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16.
     """
 
-    weight: Float[Array, "D E"] = matrix("D", "E")
-    router_bias: Float[Array, " E"] | None = param("router_bias")
+    weight: Float[Array, "D E"] = eqx.field(metadata=matrix("D", "E"))
+    router_bias: Float[Array, " E"] | None = eqx.field(metadata=param("router_bias"))
     config: MoeConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Routing:

@@ -1,5 +1,7 @@
 """The Pallas splash attention kernel of TPUs, for packed causal rows."""
 
+import typing
+
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
@@ -52,7 +54,7 @@ def splash_attention(
         )
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, SegmentIds(q=ids, kv=ids)))(q, k, v, segment_ids)
-        return out.transpose(0, 2, 1, 3)
+        return typing.cast(Array, out).transpose(0, 2, 1, 3)
 
     if axes is None:
         return local(q, k, v, segment_ids)

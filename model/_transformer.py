@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._axes import Axes, constrain
 from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig, Remat
+from ._constants import LayerConstants, layer_constants
 from ._linear import init_normal
-from ._moe import SwigluLimits
 from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
 from ._output import ModelOutput, stack_facts, without_details
+from ._parallel import Parallel, keep_cut, looked_up, whole_field
 from ._param import param
 from ._rows import Rows, make_rows
 
@@ -33,12 +34,12 @@ class Transformer(eqx.Module):
         config: What was built.
     """
 
-    embed: Float[Array, "V D"] = param("embedding")
+    embed: Float[Array, "V D"] = eqx.field(metadata=param("embedding"))
     prefix: tuple[Block, ...]
     groups: tuple[Block, ...]
     suffix: tuple[Block, ...]
-    final_norm: Float[Array, " D"] = param("norm")
-    head: Float[Array, "D V"] | None = param("head")
+    final_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
+    head: Float[Array, "D V"] | None = eqx.field(metadata=param("head"))
     mtp: tuple[MtpBlock, ...]
     config: ModelConfig = eqx.field(static=True)
 
@@ -52,6 +53,7 @@ class Transformer(eqx.Module):
         return_router_logits: bool = False,
         return_hidden_states: bool = False,
         axes: Axes | None = None,
+        parallel: Parallel | None = None,
     ) -> ModelOutput:
         """Hidden states of every position and depth, and what routers and attention say.
 
@@ -63,10 +65,11 @@ class Transformer(eqx.Module):
             return_router_logits: Also return router logits, chosen experts and their weights.
             return_hidden_states: Also return the residual stream.
             axes: Where activations live on a mesh.
+            parallel: Inside a `shard_map`: its mesh axes. Parameters and rows are then those of one device.
         """
-        rows = make_rows(tokens, segment_ids, positions, router_mask, axes)
+        rows = make_rows(tokens, segment_ids, positions, router_mask, axes, parallel)
         keep = _Keep(router_details=return_router_logits, hidden_states=return_hidden_states)
-        x, stack = self._layers(self.embed_tokens(tokens, axes), rows, keep)
+        x, stack = self._layers(self.embed_tokens(tokens, axes, parallel), rows, keep)
         hidden = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         mtp_hidden, mtp_facts = self._mtp_depths(hidden, tokens, rows, keep)
         router, max_logits = stack_facts(stack.before, stack.grouped, [*stack.after, *mtp_facts])
@@ -83,13 +86,23 @@ class Transformer(eqx.Module):
         """Output head: `logits = hidden @ unembed`."""
         return self.embed.T if self.head is None else self.head
 
-    def embed_tokens(self, tokens: Int[Array, "B S"], axes: Axes | None = None) -> Float[Array, "B S D"]:
+    def whole_unembed(self, parallel: Parallel | None) -> Float[Array, "D V"]:
+        """`unembed`, gathered from the devices that hold its cuts."""
+        if self.head is None:
+            return whole_field(self, "embed", parallel).T
+        return whole_field(self, "head", parallel)
+
+    def embed_tokens(
+        self, tokens: Int[Array, "B S"], axes: Axes | None = None, parallel: Parallel | None = None
+    ) -> Float[Array, "B S D"]:
         """Embeddings in the compute dtype."""
+        if parallel is not None:
+            return looked_up(self, "embed", tokens, self.config.dtype, parallel)
         return constrain(self.embed[tokens].astype(self.config.dtype), "B S D", axes)
 
     def _layers(self, x: Float[Array, "B S D"], rows: Rows, keep: "_Keep") -> tuple[Array, "_Stack"]:
         config = self.config
-        run = _rematerialize(config.remat)
+        run = _rematerialize(config.remat, rows.parallel)
         start, size = config.num_prefix_layers, config.layer_group_size
         end = start + config.num_scanned_groups * size
         states: list[Array] = []
@@ -98,25 +111,25 @@ class Transformer(eqx.Module):
             facts = []
             for i, block in enumerate(blocks, start=first):
                 states.append(x[None])
-                x, fact = run(block, x, rows, _limits(config, slice(i, i + 1), scalar=True))
+                x, fact = run(block, x, rows, layer_constants(config, i))
                 facts.append(keep(fact))
             return x, facts
 
         def group(
-            x: Array, inputs: tuple[tuple[Block, ...], tuple[SwigluLimits, ...]]
+            x: Array, inputs: tuple[tuple[Block, ...], tuple[LayerConstants, ...]]
         ) -> tuple[Array, tuple]:
             facts, inside = [], []
-            for block, limits in zip(*inputs):
+            for block, constants in zip(*inputs):
                 inside.append(x)
-                x, fact = run(block, x, rows, limits)
+                x, fact = run(block, x, rows, constants)
                 facts.append(keep(fact))
             return x, (tuple(facts), jnp.stack(inside) if keep.hidden_states else None)
 
         x, before = single(x, self.prefix, 0)
         grouped: tuple[BlockFacts, ...] = ()
         if self.groups:
-            limits = tuple(_limits(config, slice(start + j, end, size)) for j in range(size))
-            x, (grouped, inside) = jax.lax.scan(group, x, (self.groups, limits))
+            constants = tuple(_stacked_constants(config, range(start + j, end, size)) for j in range(size))
+            x, (grouped, inside) = jax.lax.scan(group, x, (self.groups, constants))
             if inside is not None:
                 states.append(jnp.reshape(inside, (-1, *x.shape)))
         x, after = single(x, self.suffix, end)
@@ -125,10 +138,12 @@ class Transformer(eqx.Module):
     def _mtp_depths(
         self, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], rows: Rows, keep: "_Keep"
     ) -> tuple[Float[Array, "M B S D"], list[BlockFacts]]:
-        checkpointed = _checkpoint_policy(self.config.remat)
+        checkpointed = _checkpoint_policy(self.config.remat, rows.parallel)
         outputs, facts = [], []
         for depth, block in enumerate(self.mtp, start=1):
-            embedded = self.embed_tokens(tokens_ahead(tokens, rows.segment_ids, depth), rows.axes)
+            embedded = self.embed_tokens(
+                tokens_ahead(tokens, rows.segment_ids, depth), rows.axes, rows.parallel
+            )
             hidden, fact = checkpointed(MtpBlock.__call__)(block, embedded, hidden, rows)
             outputs.append(hidden)
             facts.append(keep(fact))
@@ -155,29 +170,17 @@ class _Stack(eqx.Module):
     hidden_states: Float[Array, "L B S D"] | None
 
 
-def _limits(config: ModelConfig, layers: slice, scalar: bool = False) -> SwigluLimits:
-    """SwiGLU clamps of some layers, one each."""
-
-    def pick(limits: tuple[float, ...] | None) -> Float[Array, "..."] | None:
-        if limits is None:
-            return None
-        values = jnp.asarray(limits[layers], dtype=jnp.float32)
-        return values[0] if scalar else values
-
-    moe = config.moe
-    return (
-        SwigluLimits()
-        if moe is None
-        else SwigluLimits(pick(moe.expert_swiglu_limits), pick(moe.shared_swiglu_limits))
-    )
+def _stacked_constants(config: ModelConfig, layers: range) -> LayerConstants:
+    """Constants of several layers, layers first."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *(layer_constants(config, i) for i in layers))
 
 
-def _checkpoint_policy(remat: Remat) -> Callable[[Callable], Callable]:
-    """`jax.checkpoint` with the policy of `remat`, or nothing."""
+def _checkpoint_policy(remat: Remat, parallel: Parallel | None) -> Callable[[Callable], Callable]:
+    """`jax.checkpoint` with the policy of `remat`, or nothing. Gathered weights are never kept."""
     policies = jax.checkpoint_policies
     match remat:
         case "none":
-            return lambda f: f
+            return (lambda f: f) if parallel is None else lambda f: jax.checkpoint(f, policy=keep_cut)
         case "dots":
             return lambda f: jax.checkpoint(f, policy=policies.dots_with_no_batch_dims_saveable)
         case "block":
@@ -187,9 +190,9 @@ def _checkpoint_policy(remat: Remat) -> Callable[[Callable], Callable]:
             return lambda f: jax.checkpoint(f, policy=policy)
 
 
-def _rematerialize(remat: Remat) -> Callable:
+def _rematerialize(remat: Remat, parallel: Parallel | None) -> Callable:
     """A block's call under the policy of `remat`."""
-    return _checkpoint_policy(remat)(Block.__call__)
+    return _checkpoint_policy(remat, parallel)(Block.__call__)
 
 
 def init_model(config: ModelConfig, *, key: PRNGKeyArray) -> Transformer:

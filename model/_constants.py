@@ -1,0 +1,39 @@
+"""Numbers that differ from layer to layer and are no parameters, so that alike layers can be scanned."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._config import ModelConfig
+from ._lightning import lightning_slopes
+
+
+class LayerConstants(eqx.Module):
+    """Constants of one layer, or of several with a first axis of layers; None where a layer needs none.
+
+    Attributes:
+        routed_limit: SwiGLU clamp of the routed experts.
+        shared_limit: SwiGLU clamp of the shared expert.
+        slopes: Decay rates of lightning attention's heads, nats per token.
+    """
+
+    routed_limit: Float[Array, "*L"] | None = None
+    shared_limit: Float[Array, "*L"] | None = None
+    slopes: Float[Array, "*L H"] | None = None
+
+
+def layer_constants(config: ModelConfig, layer: int) -> LayerConstants:
+    """Constants of main layer `layer`."""
+    moe, lightning = config.moe, config.lightning
+
+    def limit(limits: tuple[float, ...] | None) -> Float[Array, ""] | None:
+        return None if limits is None else jnp.asarray(limits[layer], dtype=jnp.float32)
+
+    slopes = None
+    if lightning is not None:
+        slopes = lightning_slopes(lightning.num_heads, layer=layer, num_layers=config.num_layers)
+    return LayerConstants(
+        routed_limit=None if moe is None else limit(moe.expert_swiglu_limits),
+        shared_limit=None if moe is None else limit(moe.shared_swiglu_limits),
+        slopes=slopes,
+    )
