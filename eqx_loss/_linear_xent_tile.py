@@ -1,0 +1,265 @@
+"""The mathematics of one tile: scores, log-sum-exp over vocabulary tiles, gradient of the scores.
+
+With scores `x = hidden @ unembed` (soft-capped), `p = softmax(x)`, smoothing `e` and `C` classes,
+
+    xent = logsumexp(x) - (1 - e) x[target] - e mean(x)
+    d(a xent + b logsumexp^2) / dx = p (a + 2 b logsumexp) - a ((1 - e) onehot(target) + e / C)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ._linear_xent_types import XentRules
+
+Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabCut:
+    """Static description of the columns that one device holds and of their tiles.
+
+    Attributes:
+        num_columns: Columns of this device.
+        tile_size: Columns of a tile; the last tile starts early when it would run over.
+        num_classes: Real classes of the whole vocabulary; columns from there on are padding.
+        axes: Mesh axes that cut the vocabulary, outermost first; empty outside a mesh.
+        num_shards: Devices along `axes`.
+        keep_logits: Whether the scores of a token tile are kept for its gradient.
+        operand_dtype: Type of the operands of the matrix products.
+        accumulator_dtype: Type of scores, losses and gradients before the last cast.
+    """
+
+    num_columns: int
+    tile_size: int
+    num_classes: int
+    axes: tuple[str, ...]
+    num_shards: int
+    keep_logits: bool
+    operand_dtype: jnp.dtype
+    accumulator_dtype: jnp.dtype
+
+    @property
+    def num_tiles(self) -> int:
+        """Vocabulary tiles of this device."""
+        return -(-self.num_columns // self.tile_size)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some column of the whole vocabulary is no class."""
+        return self.num_classes < self.num_columns * self.num_shards
+
+
+class TokenTile(NamedTuple):
+    """Tokens of one tile; hidden is an operand already, and 0 outside `scored`.
+
+    `fresh` is False on positions that an earlier tile has counted (a ragged last tile).
+    """
+
+    hidden: Float[Array, "B S D"]
+    targets: Int[Array, "B S"]
+    scored: Bool[Array, "B S"]
+    fresh: Bool[Array, "B S"]
+    xent_weight: Float[Array, "B S"]
+    z_weight: Float[Array, "B S"]
+
+
+class ColumnTile(NamedTuple):
+    """Columns of one vocabulary tile: where they start here, their global ids, which count."""
+
+    start: Int[Array, ""]
+    ids: Int[Array, " X"]
+    counted: Bool[Array, " X"] | None
+
+
+class ScoreSums(NamedTuple):
+    """Running sums over vocabulary tiles; `score_sum` is None without label smoothing."""
+
+    peak: Float[Array, "B S"]
+    partition: Float[Array, "B S"]
+    target_score: Float[Array, "B S"]
+    score_sum: Float[Array, "B S"] | None
+
+
+class TileLoss(NamedTuple):
+    """Per-token results of one tile, 0 where not scored (`log_partition` everywhere finite)."""
+
+    xent: Float[Array, "B S"]
+    log_partition: Float[Array, "B S"]
+
+
+def tile_loss(
+    tile: TokenTile, unembed: Float[Array, "D V"], rules: XentRules, cut: VocabCut, *, keep: bool
+) -> tuple[TileLoss, Float[Array, "N B S X"] | None]:
+    """Cross-entropy and log-partition of a token tile, and its scores by vocabulary tile if `keep`."""
+    dtype = cut.accumulator_dtype
+    shape = tile.targets.shape
+
+    def add_columns(
+        j: Int[Array, ""], carry: tuple[ScoreSums, Array | None]
+    ) -> tuple[ScoreSums, Array | None]:
+        sums, kept = carry
+        columns = column_tile(j, cut)
+        scores = tile_scores(tile.hidden, slice_columns(unembed, columns, cut), rules, cut)
+        if kept is not None:
+            kept = cast(Array, lax.dynamic_update_index_in_dim(kept, scores, j, 0))
+        return _add_scores(sums, scores, columns, tile.targets), kept
+
+    start = ScoreSums(
+        peak=jnp.full(shape, float(jnp.finfo(dtype).min), dtype),
+        partition=jnp.zeros(shape, dtype),
+        target_score=jnp.zeros(shape, dtype),
+        score_sum=jnp.zeros(shape, dtype) if rules.label_smoothing > 0 else None,
+    )
+    kept = jnp.zeros((cut.num_tiles, *shape, cut.tile_size), dtype) if keep else None
+    sums, kept = repeat(cut.num_tiles, add_columns, (start, kept))
+    return _finish(combine_shards(sums, cut), tile, rules, cut), kept
+
+
+def tile_gradient(
+    tile: TokenTile,
+    unembed: Float[Array, "D V"],
+    log_partition: Float[Array, "B S"],
+    kept: Float[Array, "N B S X"] | None,
+    unembed_gradient: Float[Array, "D V"],
+    rules: XentRules,
+    cut: VocabCut,
+) -> tuple[Float[Array, "B S D"], Float[Array, "D V"]]:
+    """Gradient of `hidden` from this device's columns, and `unembed_gradient` plus this tile's part."""
+    dtype = cut.accumulator_dtype
+    weighted = (tile.xent_weight != 0) | (tile.z_weight != 0)
+    # A row without weight may hold NaN, and 0 * NaN is NaN: its hidden state must go, not its weight only.
+    own = jnp.where((weighted & tile.fresh)[..., None], tile.hidden, 0)
+
+    def add_columns(j: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden_gradient, total = carry
+        columns = column_tile(j, cut)
+        block = slice_columns(unembed, columns, cut)
+        if kept is None:
+            scores = tile_scores(tile.hidden, block, rules, cut)
+        else:
+            scores = cast(Array, lax.dynamic_index_in_dim(kept, j, 0, keepdims=False))
+        slope = _score_gradient(scores, log_partition, columns, tile, weighted, rules, cut)
+        slope = slope.astype(cut.operand_dtype)
+        hidden_gradient = hidden_gradient + jnp.einsum(
+            "bsv,dv->bsd", slope, block, preferred_element_type=dtype
+        )
+        part = jnp.einsum("bsd,bsv->dv", own, slope, preferred_element_type=dtype)
+        old = lax.dynamic_slice_in_dim(total, columns.start, cut.tile_size, 1)
+        return hidden_gradient, lax.dynamic_update_slice_in_dim(total, old + part, columns.start, 1)
+
+    zero = jnp.zeros(tile.hidden.shape, dtype)
+    return repeat(cut.num_tiles, add_columns, (zero, unembed_gradient))
+
+
+def repeat(count: int | Array, body: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
+    """`lax.fori_loop` from 0 to `count` that keeps the type of what it carries."""
+    return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
+
+
+def column_tile(j: Int[Array, ""], cut: VocabCut) -> ColumnTile:
+    """The j-th vocabulary tile; columns an earlier tile has counted, and padding, are not counted."""
+    start = jnp.minimum(j * cut.tile_size, cut.num_columns - cut.tile_size)
+    local = start + jnp.arange(cut.tile_size)
+    ids = local + lax.axis_index(cut.axes) * cut.num_columns if cut.axes else local
+    counted = None
+    if cut.num_columns % cut.tile_size:
+        counted = local >= j * cut.tile_size
+    if cut.has_padding:
+        real = ids < cut.num_classes
+        counted = real if counted is None else counted & real
+    return ColumnTile(start=start, ids=ids, counted=counted)
+
+
+def slice_columns(unembed: Float[Array, "D V"], columns: ColumnTile, cut: VocabCut) -> Float[Array, "D X"]:
+    """The columns of a tile as operand of a product; padding columns are 0, whatever they hold."""
+    block = lax.dynamic_slice_in_dim(unembed, columns.start, cut.tile_size, 1).astype(cut.operand_dtype)
+    if cut.has_padding:
+        block = jnp.where(columns.ids < cut.num_classes, block, 0)
+    return block
+
+
+def tile_scores(
+    hidden: Float[Array, "B S D"],
+    block: Float[Array, "D X"],
+    rules: XentRules,
+    cut: VocabCut,
+) -> Float[Array, "B S X"]:
+    """Logits of one tile after the soft cap, in the accumulator's type."""
+    scores = jnp.einsum("bsd,dv->bsv", hidden, block, preferred_element_type=cut.accumulator_dtype)
+    if rules.logit_soft_cap is not None:
+        scores = rules.logit_soft_cap * jnp.tanh(scores / rules.logit_soft_cap)
+    return scores
+
+
+def combine_shards(sums: ScoreSums, cut: VocabCut) -> ScoreSums:
+    """The sums over all vocabulary shards, by one gather of four numbers a token."""
+    if not cut.axes:
+        return sums
+    stacked = jnp.stack([part for part in sums if part is not None])
+    shards = cast(Array, lax.all_gather(stacked, cut.axes))
+    peak = jnp.max(shards[:, 0], axis=0)
+    partition = jnp.sum(shards[:, 1] * jnp.exp(shards[:, 0] - peak), axis=0)
+    target_score = jnp.sum(shards[:, 2], axis=0)
+    score_sum = None if sums.score_sum is None else jnp.sum(shards[:, 3], axis=0)
+    return ScoreSums(peak=peak, partition=partition, target_score=target_score, score_sum=score_sum)
+
+
+def _add_scores(
+    sums: ScoreSums, scores: Float[Array, "B S X"], columns: ColumnTile, targets: Int[Array, "B S"]
+) -> ScoreSums:
+    counted = columns.counted
+    kept = scores if counted is None else jnp.where(counted, scores, -jnp.inf)
+    peak = jnp.maximum(sums.peak, jnp.max(kept, axis=-1))
+    partition = sums.partition * jnp.exp(sums.peak - peak) + jnp.sum(jnp.exp(kept - peak[..., None]), axis=-1)
+    hit = columns.ids == targets[..., None]
+    score_sum = sums.score_sum
+    if counted is not None:
+        hit = hit & counted
+    if score_sum is not None:
+        zeroed = scores if counted is None else jnp.where(counted, scores, 0)
+        score_sum = score_sum + jnp.sum(zeroed, axis=-1)
+    target_score = sums.target_score + jnp.sum(jnp.where(hit, scores, 0), axis=-1)
+    return ScoreSums(peak=peak, partition=partition, target_score=target_score, score_sum=score_sum)
+
+
+def _finish(sums: ScoreSums, tile: TokenTile, rules: XentRules, cut: VocabCut) -> TileLoss:
+    log_partition = sums.peak + jnp.log(sums.partition)
+    xent = log_partition - sums.target_score
+    if sums.score_sum is not None:
+        xent = xent + rules.label_smoothing * (sums.target_score - sums.score_sum / cut.num_classes)
+    # A scored target that is no class must not become a silent number.
+    xent = jnp.where(_in_range(tile.targets, cut), xent, jnp.nan)
+    return TileLoss(xent=jnp.where(tile.scored, xent, 0), log_partition=log_partition)
+
+
+def _score_gradient(
+    scores: Float[Array, "B S X"],
+    log_partition: Float[Array, "B S"],
+    columns: ColumnTile,
+    tile: TokenTile,
+    weighted: Bool[Array, "B S"],
+    rules: XentRules,
+    cut: VocabCut,
+) -> Float[Array, "B S X"]:
+    xent_weight = jnp.where(_in_range(tile.targets, cut), tile.xent_weight, 0)
+    mass = xent_weight + 2 * tile.z_weight * log_partition
+    slope = mass[..., None] * jnp.exp(scores - log_partition[..., None])
+    hit = columns.ids == tile.targets[..., None]
+    slope = slope - jnp.where(hit, (xent_weight * (1 - rules.label_smoothing))[..., None], 0)
+    if rules.label_smoothing > 0:
+        slope = slope - (xent_weight * (rules.label_smoothing / cut.num_classes))[..., None]
+    if rules.logit_soft_cap is not None:
+        slope = slope * (1 - jnp.square(scores / rules.logit_soft_cap))
+    alive = weighted[..., None]
+    if columns.counted is not None:
+        alive = alive & columns.counted
+    return jnp.where(alive, slope, 0)
+
+
+def _in_range(targets: Int[Array, "B S"], cut: VocabCut) -> Bool[Array, "B S"]:
+    return (targets >= 0) & (targets < cut.num_classes)
