@@ -2,6 +2,15 @@
 
 from ._layout import BatchLayout as BatchLayout
 from ._layout import row_pieces as row_pieces
+from ._linear_xent import linear_cross_entropy as linear_cross_entropy
+from ._linear_xent import linear_cross_entropy_heads as linear_cross_entropy_heads
+from ._linear_xent import linear_token_cross_entropy as linear_token_cross_entropy
+from ._linear_xent_plan import XentPlan as XentPlan
+from ._linear_xent_plan import explain_linear_cross_entropy as explain_linear_cross_entropy
+from ._linear_xent_types import XentExecution as XentExecution
+from ._linear_xent_types import XentRules as XentRules
+from ._linear_xent_types import XentSharding as XentSharding
+from ._linear_xent_types import XentTiling as XentTiling
 from ._log import add_logs as add_logs
 from ._log import bits_per_byte as bits_per_byte
 from ._log import by_domain as by_domain
@@ -11,6 +20,8 @@ from ._log import perplexity as perplexity
 from ._log import zero_logs as zero_logs
 from ._loss_weights import LossWeights as LossWeights
 from ._loss_weights import RouterWeights as RouterWeights
+from ._megatron_logs import MegatronLogs as MegatronLogs
+from ._megatron_logs import megatron_logs as megatron_logs
 from ._output import LossLogs as LossLogs
 from ._output import LossOutput as LossOutput
 from ._output import Objective as Objective
