@@ -5,25 +5,53 @@ Per head, with state S [K, U] (zero at a document's start), log-decay g_t [K] an
     S <- diag(e^{g_t}) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   o_t = S^T q_t
 
 Kimi Linear, arXiv:2510.26692, eq. 1. `kda_recurrent` is this, position by position: the oracle, and what decoding
-uses. `kda_chunked` is the same function by matrix products.
+uses. `kda_chunked` is the same function by matrix products; `kda_gated_chunked` is `kda_chunked` of normalized queries
+and keys and of a `DecayGate`'s log-decays, none of which it keeps.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._kda_chunk import PRECISION, kda_chunk
 from ._kda_documents import number_documents, vary_together, zeros_beside
-from ._kda_scan import scan_rows
+from ._kda_scan import ChunkMask, scan_rows
 
 CHUNK_SIZE = 64
+
+
+class DecayGate(eqx.Module):
+    """Log-decay of each channel as a function of a projection of the token.
+
+    `lower_bound * sigmoid(exp(a_log) * (f + dt_bias))`, in (lower_bound, 0) (safe gate), or without a bound
+    `-exp(a_log) * softplus(f + dt_bias)`.
+
+    Attributes:
+        a_log: Logarithm of each head's rate.
+        dt_bias: Bias of each channel.
+        lower_bound: Most negative log-decay, nats; None for the softplus form.
+    """
+
+    a_log: Float[Array, " H"]
+    dt_bias: Float[Array, "H K"]
+    lower_bound: float | None = eqx.field(static=True)
+
+    def __call__(self, f: Float[Array, "B S H K"]) -> Float[Array, "B S H K"]:
+        """Log-decay in nats, at least float32."""
+        dtype = jnp.result_type(f, self.a_log, self.dt_bias, jnp.float32)
+        rate = jnp.exp(self.a_log.astype(dtype))[:, None]
+        x = f.astype(dtype) + self.dt_bias.astype(dtype)
+        if self.lower_bound is None:
+            return -rate * jax.nn.softplus(x)
+        return self.lower_bound * jax.nn.sigmoid(rate * x)
 
 
 def l2_normalize(x: Float[Array, "*shape"], *, epsilon: float = 1e-6) -> Float[Array, "*shape"]:
     """`x / sqrt(sum(x^2) + epsilon)` over the last axis, computed in at least float32, in `x`'s dtype.
 
-    A zero vector stays zero. Source: fla's `l2norm`, as transformers 5.24 `bailing_hybrid` uses it: the epsilon is added
-    to the sum, not to the norm.
+    A zero vector stays zero. The epsilon is added to the sum, not to the norm, as in transformers 5.24
+    `bailing_hybrid`.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
@@ -42,7 +70,7 @@ def kda_recurrent(
     """Kimi Delta Attention, one position after another. Arguments and results are those of `kda_chunked`."""
     documents = None if segment_ids is None else number_documents(segment_ids)
     q, k, v, g, beta, initial_state, documents = vary_together((q, k, v, g, beta, initial_state, documents))
-    state = _initial(q, k, v, g, beta, initial_state)
+    state = _initial(initial_state, v, q, k, g, beta)
     dtype = state.dtype
     inputs = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, g, beta))
     if documents is None:
@@ -106,14 +134,83 @@ def kda_chunked(
         ValueError: `chunk_size` is no power of two.
     """
     documents = None if segment_ids is None else number_documents(segment_ids)
-    q, k, v, g, beta, initial_state, documents = vary_together((q, k, v, g, beta, initial_state, documents))
-    state = _initial(q, k, v, g, beta, initial_state)
-    return scan_rows(kda_chunk, chunk_size, state, (), (v, q, k, g, beta), documents)
+    rows, initial_state, documents = vary_together(((v, q, k, g, beta), initial_state, documents))
+    state = _initial(initial_state, *rows)
+    return scan_rows(_plain_step, chunk_size, state, None, rows, documents)
 
 
-def _initial(q, k, v, g, beta, initial_state):
-    dtype = jnp.result_type(q, k, v, g, beta, jnp.float32)
+def kda_gated_chunked(
+    q: Float[Array, "B S H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H U"],
+    f: Float[Array, "B S H K"],
+    beta: Float[Array, "B S H"],
+    gate: DecayGate,
+    *,
+    segment_ids: Int[Array, "B S"] | None = None,
+    initial_state: Float[Array, "B H K U"] | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B S H U"], Float[Array, "B H K U"]]:
+    """`kda_chunked(l2_normalize(q) / sqrt(K), l2_normalize(k), v, gate(f), beta)`, chunk by chunk.
+
+    The normalized queries and keys and the log-decays exist for one chunk at a time, forward and backward; in the
+    state's dtype, whatever the dtype of `q` and `k`.
+
+    Args:
+        q: Queries, neither normalized nor scaled.
+        k: Keys, not normalized.
+        v: Values.
+        f: Input of the gate.
+        beta: Write strength, in [0, 1].
+        gate: The log-decay as a function of `f`.
+        segment_ids: As in `kda_chunked`.
+        initial_state: As in `kda_chunked`.
+        chunk_size: As in `kda_chunked`.
+
+    Returns:
+        As `kda_chunked`.
+
+    Raises:
+        ValueError: `chunk_size` is no power of two.
+    """
+    documents = None if segment_ids is None else number_documents(segment_ids)
+    rows, gate, initial_state, documents = vary_together(((v, q, k, f, beta), gate, initial_state, documents))
+    state = _initial(initial_state, *rows)
+    return scan_rows(_gated_step, chunk_size, state, gate, rows, documents)
+
+
+def _plain_step(
+    state: Array, params: None, rows: tuple[Array, ...], mask: ChunkMask | None
+) -> tuple[Array, Array]:
+    del params
+    out_dtype = rows[0].dtype
+    v, q, k, g, beta = _without_padding(rows, mask)
+    state, o = kda_chunk(state, q, k, v, g, beta, mask)
+    return state, o.astype(out_dtype)
+
+
+def _gated_step(
+    state: Array, gate: DecayGate, rows: tuple[Array, ...], mask: ChunkMask | None
+) -> tuple[Array, Array]:
+    out_dtype = rows[0].dtype
+    v, q, k, f, beta = _without_padding(tuple(x.astype(state.dtype) for x in rows), mask)
+    # A padding position's log-decay is not 0 where f is.
+    (g,) = _without_padding((gate(f),), mask)
+    q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
+    state, o = kda_chunk(state, q, k, v, g, beta, mask)
+    return state, o.astype(out_dtype)
+
+
+def _without_padding(rows: tuple[Array, ...], mask: ChunkMask | None) -> tuple[Array, ...]:
+    if mask is None:
+        return rows
+    return tuple(jnp.where(jnp.expand_dims(mask.scored, range(2, x.ndim)), x, 0) for x in rows)
+
+
+def _initial(initial_state: Array | None, v: Array, *rows: Array) -> Array:
+    """The initial state in the widest dtype; zeros when there is none."""
+    dtype: DTypeLike = jnp.result_type(v, *rows, jnp.float32)
     if initial_state is not None:
         return initial_state.astype(jnp.promote_types(dtype, initial_state.dtype))
-    batch, _, heads, dim = k.shape
-    return zeros_beside(q, (batch, heads, dim, v.shape[3]), dtype)
+    batch, _, heads, dim = rows[0].shape
+    return zeros_beside(v, (batch, heads, dim, v.shape[3]), dtype)

@@ -112,21 +112,19 @@ def _lightning_chunk(
     mask: ChunkMask | None,
 ) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
     assert mask is not None
-    out_dtype = inputs[0].dtype
     rate = slope.astype(state.dtype)[:, None]
     scored = mask.scored[:, None, :, None]
-    v, q, k = (jnp.where(scored, jnp.moveaxis(x.astype(state.dtype), 1, 2), 0) for x in inputs)
-    count = jnp.cumsum(mask.scored.astype(state.dtype), axis=1)[:, None]  # [B, 1, X]: positions decayed over
+    v, q, k = (jnp.where(scored, jnp.moveaxis(x.astype(state.dtype), 2, 1), 0) for x in inputs)
+    count = jnp.cumsum(mask.scored.astype(state.dtype), axis=1)[:, None]  # positions decayed over
     apart = jnp.tril(count[..., :, None] - count[..., None, :])  # at least 0: no exponent is positive
-    seen = jnp.tril(mask.same)[:, None]
-    decay = jnp.where(seen, jnp.exp(-rate[..., None] * apart), 0)
+    decay = jnp.where(jnp.tril(mask.same)[:, None], jnp.exp(-rate[..., None] * apart), 0)
     from_start = jnp.where(mask.first[:, None], jnp.exp(-rate * count), 0)
     to_end = jnp.where(mask.last[:, None], jnp.exp(-rate * (count[..., -1:] - count)), 0)
     keep = jnp.where(mask.kept[:, None, None], jnp.exp(-rate * count[..., -1:]), 0)
     attend = _product("bhxk,bhyk->bhxy", q, k) * decay
     o = _product("bhxk,bhku->bhxu", q * from_start[..., None], state) + _product("bhxy,bhyu->bhxu", attend, v)
     state = keep[..., None] * state + _product("bhxk,bhxu->bhku", k * to_end[..., None], v)
-    return state, jnp.moveaxis(o, 2, 1).astype(out_dtype)
+    return state, jnp.moveaxis(o, 1, 2)
 
 
 def _product(equation, x, y):
