@@ -1,4 +1,4 @@
-"""`loss_weights`: the weights of every term, from masks alone, before the backward pass."""
+"""The weights of every term under our own rules, from masks alone, before the backward pass."""
 
 import equinox as eqx
 import jax
@@ -10,6 +10,24 @@ from ._router import LoadBalanceScope
 from ._semantics import LossSemantics
 from ._targets import joined_to_next, shift_left
 from ._weights import group_mean_weights, token_weights
+
+
+class RouterWeights(eqx.Module):
+    """Weights of the routers of one MTP depth, where a release masks them differently.
+
+    Attributes:
+        objective: As `LossWeights.router_objective`.
+        mask: As `LossWeights.router_mask`.
+        mean: As `LossWeights.router_mean`.
+        load_balance_objective: As in `LossWeights`.
+        load_balance_mean: As in `LossWeights`.
+    """
+
+    objective: Float[Array, "B S"]
+    mask: Bool[Array, "B S"]
+    mean: Float[Array, "B S"]
+    load_balance_objective: Float[Array, " U"]
+    load_balance_mean: Float[Array, " B"]
 
 
 class LossWeights(eqx.Module):
@@ -24,6 +42,7 @@ class LossWeights(eqx.Module):
         mtp_objective: Weights of each MTP depth, `mtp_loss_scaling_factor` included.
         router_objective: Weights of the router z term of each position.
         load_balance_objective: Weight of a row's share of its load-balance unit, per position.
+            `U = B`, or `B` times the context ranks under a Megatron profile.
         lm_mask: Tokens scored by the lm head.
         mtp_mask: Tokens scored by each MTP depth.
         router_mask: Positions that router terms count.
@@ -36,12 +55,13 @@ class LossWeights(eqx.Module):
         mtp_groups: Counted micro-batches of each MTP depth.
         router_groups: Counted micro-batches of the router z term.
         load_balance_groups: Counted load-balance units.
+        mtp_routers: Router weights of each MTP depth; empty when they are those of all layers.
     """
 
     lm_objective: Float[Array, "B S"]
     mtp_objective: Float[Array, "M B S"]
     router_objective: Float[Array, "B S"]
-    load_balance_objective: Float[Array, " B"]
+    load_balance_objective: Float[Array, " U"]
     lm_mask: Bool[Array, "B S"]
     mtp_mask: Bool[Array, "M B S"]
     router_mask: Bool[Array, "B S"]
@@ -54,33 +74,21 @@ class LossWeights(eqx.Module):
     mtp_groups: Float[Array, "M B"]
     router_groups: Float[Array, " B"]
     load_balance_groups: Float[Array, " B"]
+    mtp_routers: tuple[RouterWeights, ...] = ()
 
 
-def loss_weights(
+def clean_loss_weights(
     loss_mask: Bool[Array, "B S"],
     semantics: LossSemantics,
     *,
-    num_mtp_layers: int = 0,
-    segment_ids: Int[Array, "B S"] | None = None,
-    token_scale: Float[Array, "B S"] | None = None,
+    num_mtp_layers: int,
+    segment_ids: Int[Array, "B S"] | None,
+    token_scale: Float[Array, "B S"] | None,
+    router_mask: Bool[Array, "B S"] | None,
 ) -> LossWeights:
-    """The weights of every loss term of a whole global batch under `semantics`.
+    """`loss_weights` under our own rules: the same for any cut of the batch.
 
-    Formulas: `docs/semantics.md`. No gradient flows through them, and an empty group, depth or
-    batch weighs 0.
-
-    Args:
-        loss_mask: True where the next-token prediction is scored; all rows of the step.
-        semantics: The normalization.
-        num_mtp_layers: MTP depths `M`, at least 0.
-        segment_ids: Packed-document ids, contiguous in a row; 0 is padding. None: every row is
-            one document without padding.
-        token_scale: Non-negative fractional weight of each token as a target of the main head;
-            MTP depth k uses that of its own target.
-
-    Raises:
-        ValueError: `micro_batch_size` does not divide the rows, `num_mtp_layers` is negative, or
-            padding is to be masked without `segment_ids`.
+    Arguments and errors are those of `loss_weights`.
     """
     if num_mtp_layers < 0:
         raise ValueError(f"num_mtp_layers must be >= 0, got {num_mtp_layers}")
@@ -93,7 +101,7 @@ def loss_weights(
         for k in (0, *depths)
     ]
     lm, mtp = heads[0], heads[1:]
-    router = _router_mask(loss_mask, semantics, segment_ids)
+    router = _router_mask(loss_mask, semantics, segment_ids, router_mask)
     weights = LossWeights(
         lm_objective=lm.objective() if semantics.train_lm else jnp.zeros(loss_mask.shape, dtype),
         mtp_objective=_stack(_mtp_objective(lm, mtp, semantics), loss_mask.shape, dtype),
@@ -198,14 +206,19 @@ def _load_balance_objective(
 
 
 def _router_mask(
-    loss_mask: Bool[Array, "B S"], semantics: LossSemantics, segment_ids: Int[Array, "B S"] | None
+    loss_mask: Bool[Array, "B S"],
+    semantics: LossSemantics,
+    segment_ids: Int[Array, "B S"] | None,
+    router_mask: Bool[Array, "B S"] | None,
 ) -> Bool[Array, "B S"]:
+    if router_mask is not None:
+        return router_mask
     if not semantics.mask_padding_in_router_losses:
         return jnp.ones(loss_mask.shape, bool)
     if segment_ids is None:
         raise ValueError(
-            "mask_padding_in_router_losses=True needs segment_ids (0 = padding), got None; pass them or "
-            "set it to False"
+            "mask_padding_in_router_losses=True needs segment_ids (0 = padding) or router_mask, got neither; "
+            "pass one or set it to False"
         )
     return segment_ids != 0
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Float
 
+from ._layout import BatchLayout
 from ._loss_weights import LossWeights
-from ._reduce import SumCount, guarded_ratio
-from ._router import LoadBalanceScope, load_balance_units
+from ._reduce import SumCount
+from ._router_output import RouterTerms, router_output
 from ._semantics import LossSemantics
 from ._terms import ExtraTerm
 from ._xent import HeadLoss
@@ -75,23 +76,6 @@ class LossOutput(NamedTuple):
     logs: LossLogs
 
 
-class RouterTerms(NamedTuple):
-    """Router facts of the rows at hand, layers first.
-
-    Attributes:
-        logsumexp: `[L, B, S]`, of the raw router logits.
-        score_sums: `[L, B, E]`, per row, normalized scores summed over counted positions.
-        counts: `[L, B, E]`, per row, assignments of counted positions.
-        batch_counts: `[L, E]`, assignments of the whole global batch; needed by the
-            load-balance scope GLOBAL_BATCH when the rows are a part of the batch, else None.
-    """
-
-    logsumexp: Float[Array, "L B S"]
-    score_sums: Float[Array, "L B E"]
-    counts: Real[Array, "L B E"]
-    batch_counts: Real[Array, "L E"] | None = None
-
-
 def loss_output(
     lm: HeadLoss,
     mtp: tuple[HeadLoss, ...],
@@ -100,6 +84,7 @@ def loss_output(
     semantics: LossSemantics,
     *,
     extra: tuple[ExtraTerm, ...] = (),
+    layout: BatchLayout | None = None,
 ) -> LossOutput:
     """Objective and logs of the rows that `weights` is cut to. Outputs of all cuts add up.
 
@@ -110,10 +95,12 @@ def loss_output(
         weights: The rows' part of `loss_weights`.
         semantics: The normalization that made `weights`.
         extra: Further terms of the same rows.
+        layout: The layout that made `weights`, if it has a `row_order` or Megatron's global load
+            balance is on; the rows must then be the whole batch.
 
     Raises:
         ValueError: A router term has a coefficient but `router` is None; the number of heads is
-            not that of the weights; or a global load balance lacks `batch_counts`.
+            not that of the weights; or the load balance lacks `batch_counts` or a layout.
     """
     if len(mtp) != weights.mtp_objective.shape[0]:
         raise ValueError(
@@ -121,15 +108,20 @@ def loss_output(
             "num_mtp_layers to loss_weights"
         )
     zero = jnp.zeros((), lm.objective.dtype)
-    router_z, balance, router_logs = _router_terms(router, weights, semantics, zero)
+    routers = router_output(router, weights, semantics, layout, zero)
     mtp_objective = sum((head.objective for head in mtp), start=zero)
     extra_objective = sum((term.objective() for term in extra), start=zero)
     objective = Objective(
-        total=lm.objective + mtp_objective + router_z + balance + lm.z_objective + extra_objective,
+        total=lm.objective
+        + mtp_objective
+        + routers.z_objective
+        + routers.load_balance_objective
+        + lm.z_objective
+        + extra_objective,
         lm=lm.objective,
         mtp=mtp_objective,
-        router_z=router_z,
-        load_balance=balance,
+        router_z=routers.z_objective,
+        load_balance=routers.load_balance_objective,
         lm_z=lm.z_objective,
         extra=extra_objective,
     )
@@ -144,7 +136,9 @@ def loss_output(
         lm_z=SumCount(jnp.sum(votes * lm.z_term), lm_count),
         lm_group=SumCount(jnp.sum(weights.lm_mean * lm.xent), jnp.sum(weights.lm_groups)),
         extra=tuple(term.log() for term in extra),
-        **router_logs,
+        router_z=routers.z,
+        load_balance=routers.load_balance,
+        router_z_global=routers.z_global,
     )
     return LossOutput(objective=objective, logs=jax.lax.stop_gradient(logs))
 
@@ -181,62 +175,3 @@ def reported_loss(
         + semantics.load_balance_loss_weight * (layers(balance) if balance.size else 0)
         + output.objective.lm_z
     )
-
-
-def _router_terms(
-    router: RouterTerms | None, weights: LossWeights, semantics: LossSemantics, zero: Float[Array, ""]
-) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, SumCount]]:
-    if router is None:
-        for name in ("moe_z_loss_weight", "load_balance_loss_weight"):
-            if getattr(semantics, name) > 0:
-                raise ValueError(
-                    f"{name} is {getattr(semantics, name)} but no router facts were passed; pass the "
-                    "model's router statistics or set it to 0"
-                )
-        empty = SumCount(jnp.zeros((0,), zero.dtype), jnp.zeros((0,), zero.dtype))
-        return zero, zero, {"router_z": empty, "load_balance": empty, "router_z_global": empty}
-    num_layers = router.logsumexp.shape[0]
-    z_term = jnp.where(weights.router_mask, jnp.square(router.logsumexp), 0)
-    z_by_layer = jnp.sum(weights.router_objective * z_term, axis=(1, 2))
-    balance = _load_balance_rows(router, semantics)
-    balance_by_layer = jnp.sum(weights.load_balance_objective * balance, axis=1)
-    layer_scale = 1 / num_layers if semantics.load_balance_layer_mean else 1.0
-
-    def per_layer(sums: Float[Array, " L"], count: Float[Array, ""]) -> SumCount:
-        return SumCount(sums, jnp.broadcast_to(count, (num_layers,)))
-
-    logs = {
-        "router_z": per_layer(
-            jnp.sum(weights.router_mean * z_term, axis=(1, 2)), jnp.sum(weights.router_groups)
-        ),
-        "load_balance": per_layer(
-            jnp.sum(weights.load_balance_mean * balance, axis=1), jnp.sum(weights.load_balance_groups)
-        ),
-        "router_z_global": per_layer(
-            jnp.sum(z_term, axis=(1, 2)), jnp.sum(weights.router_mask, dtype=z_term.dtype)
-        ),
-    }
-    return (
-        _scaled(semantics.moe_z_loss_weight, jnp.sum(z_by_layer)),
-        _scaled(semantics.load_balance_loss_weight * layer_scale, jnp.sum(balance_by_layer)),
-        logs,
-    )
-
-
-def _load_balance_rows(router: RouterTerms, semantics: LossSemantics) -> Float[Array, "L B"]:
-    """`E * sum_e f_e * (sum of scores)_e` of each row, `f` being that of the row's unit."""
-    num_rows, num_experts = router.counts.shape[1:]
-    scope = semantics.load_balance_scope
-    if scope is LoadBalanceScope.GLOBAL_BATCH and router.batch_counts is not None:
-        units = router.batch_counts[:, None, :]
-    else:
-        units = load_balance_units(router.counts, scope, micro_batch_size=semantics.micro_batch_size)
-    assigned = jax.lax.stop_gradient(units.astype(router.score_sums.dtype))
-    share = guarded_ratio(assigned, jnp.broadcast_to(jnp.sum(assigned, -1, keepdims=True), assigned.shape))
-    by_row = jnp.repeat(share, num_rows // share.shape[1], axis=1)
-    return num_experts * jnp.sum(by_row * router.score_sums, axis=-1)
-
-
-def _scaled(coefficient: float, value: Float[Array, ""]) -> Float[Array, ""]:
-    """0 without a gradient when the coefficient is 0, so that a switched-off term is free."""
-    return coefficient * value if coefficient > 0 else jnp.zeros_like(value)

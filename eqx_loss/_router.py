@@ -24,6 +24,11 @@ class LoadBalanceScope(enum.Enum):
     SEQUENCE = "sequence"
     GLOBAL_BATCH = "global_batch"
 
+    @property
+    def is_row(self) -> bool:
+        """True if every row is a unit by itself."""
+        return self is LoadBalanceScope.SEQUENCE
+
 
 def router_z_term(logits: Float[Array, "*L B S E"]) -> Float[Array, "*L B S"]:
     """`logsumexp(logits)^2` of each position, in at least float32; no coefficient.

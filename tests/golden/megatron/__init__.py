@@ -1,0 +1,1 @@
+"""What the real Megatron-Core computes: gradients of every loss channel, and logs."""
