@@ -1,6 +1,8 @@
 """Equinox language models: the Ling-3 architecture and the family around it. They return facts and know no loss."""
 
 from ._axes import Axes as Axes
+from ._cache import Cache as Cache
+from ._cache import init_cache as init_cache
 from ._config import GqaConfig as GqaConfig
 from ._config import KdaConfig as KdaConfig
 from ._config import LayerPlan as LayerPlan
@@ -11,6 +13,7 @@ from ._config import MoeConfig as MoeConfig
 from ._config import MtpConfig as MtpConfig
 from ._config import RopeConfig as RopeConfig
 from ._config import YarnConfig as YarnConfig
+from ._decode import decode as decode
 from ._output import ModelOutput as ModelOutput
 from ._output import RouterStats as RouterStats
 from ._parallel import Cut as Cut
@@ -21,5 +24,7 @@ from ._parallel import is_expert as is_expert
 from ._parallel import looks_up as looks_up
 from ._param import ParamSpec as ParamSpec
 from ._param import param_specs as param_specs
+from ._qk_clip import clip_factors as clip_factors
+from ._qk_clip import qk_clip as qk_clip
 from ._transformer import Transformer as Transformer
 from ._transformer import init_model as init_model

@@ -1,6 +1,7 @@
 """Numbers that differ from layer to layer and are no parameters, so that alike layers can be scanned."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -37,3 +38,8 @@ def layer_constants(config: ModelConfig, layer: int) -> LayerConstants:
         shared_limit=None if moe is None else limit(moe.shared_swiglu_limits),
         slopes=slopes,
     )
+
+
+def stacked_constants(config: ModelConfig, layers: range) -> LayerConstants:
+    """Constants of several layers, layers first."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *(layer_constants(config, i) for i in layers))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._axes import Axes, constrain
 from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig, Remat
-from ._constants import LayerConstants, layer_constants
+from ._constants import LayerConstants, layer_constants, stacked_constants
 from ._linear import init_normal
 from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
@@ -128,7 +128,7 @@ class Transformer(eqx.Module):
         x, before = single(x, self.prefix, 0)
         grouped: tuple[BlockFacts, ...] = ()
         if self.groups:
-            constants = tuple(_stacked_constants(config, range(start + j, end, size)) for j in range(size))
+            constants = tuple(stacked_constants(config, range(start + j, end, size)) for j in range(size))
             x, (grouped, inside) = jax.lax.scan(group, x, (self.groups, constants))
             if inside is not None:
                 states.append(jnp.reshape(inside, (-1, *x.shape)))
@@ -168,11 +168,6 @@ class _Stack(eqx.Module):
     grouped: tuple[BlockFacts, ...]
     after: list[BlockFacts]
     hidden_states: Float[Array, "L B S D"] | None
-
-
-def _stacked_constants(config: ModelConfig, layers: range) -> LayerConstants:
-    """Constants of several layers, layers first."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *(layer_constants(config, i) for i in layers))
 
 
 def _checkpoint_policy(remat: Remat, parallel: Parallel | None) -> Callable[[Callable], Callable]:

@@ -1,0 +1,89 @@
+"""QK-clip: shrink the query and key weights of heads whose attention logits grow too large."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._block import Block
+from ._mla import Mla
+from ._transformer import Transformer
+
+DEFAULT_THRESHOLD = 100.0
+
+
+def clip_factors(
+    max_logits: Float[Array, "*N H"], threshold: float = DEFAULT_THRESHOLD
+) -> Float[Array, "*N H"]:
+    """`min(1, threshold / (max_logit + 1e-6))` for positive logits, 1 otherwise.
+
+    MuonClip, Kimi K2, arXiv:2507.20534, algorithm 1; the 1e-6 is MaxText's (`qk_clip_utils.py`).
+    """
+    positive = max_logits > 0
+    return jnp.where(positive, jnp.minimum(1, threshold / (jnp.where(positive, max_logits, 1) + 1e-6)), 1)
+
+
+def qk_clip(
+    model: Transformer, max_logits: Float[Array, "N H"], threshold: float = DEFAULT_THRESHOLD
+) -> Transformer:
+    """`model` with every head of every MLA layer scaled so that its largest logit is at most `threshold`.
+
+    Per head with factor eta: query and key dims without rope by sqrt(eta) each, query rope dims by eta; the rope key
+    is shared by the heads and stays. Values stay. Applied after the optimizer step, on the new weights.
+
+    Args:
+        model: The model; its full-attention layers are MLA.
+        max_logits: As `ModelOutput.max_logits`, the maximum (not the sum) over micro-steps and devices.
+        threshold: Largest logit allowed.
+
+    Raises:
+        ValueError: The model has other full attention than MLA, or another number of MLA layers than `max_logits`.
+    """
+    config = model.config
+    if config.mla is None:
+        raise ValueError("qk_clip needs MLA layers, got a model with gqa; drop qk-clip for this model")
+    plan = [layer.mixer == "full" for layer in config.layer_plan] + [True] * config.num_mtp_layers
+    if max_logits.shape[0] != sum(plan):
+        raise ValueError(
+            f"max_logits must have one row per MLA layer, {sum(plan)} here, got {max_logits.shape[0]}; "
+            "pass ModelOutput.max_logits"
+        )
+    factors = clip_factors(max_logits, threshold)
+    start, size, num_groups = config.num_prefix_layers, config.layer_group_size, config.num_scanned_groups
+    end = start + num_groups * size
+    row_of = {layer: row for row, layer in enumerate(i for i, full in enumerate(plan) if full)}
+
+    def single(blocks: tuple[Block, ...], first: int) -> tuple[Block, ...]:
+        return tuple(
+            _clip_block(b, factors[row_of[i]]) if i in row_of else b for i, b in enumerate(blocks, first)
+        )
+
+    def stacked(block: Block, first: int) -> Block:
+        if first not in row_of:
+            return block
+        rows = jnp.asarray([row_of[i] for i in range(first, end, size)])
+        return eqx.filter_vmap(_clip_block)(block, factors[rows])
+
+    mtp = tuple(
+        eqx.tree_at(lambda m: m.block, m, _clip_block(m.block, factors[row_of[config.num_layers + k]]))
+        for k, m in enumerate(model.mtp)
+    )
+    new = (
+        single(model.prefix, 0),
+        tuple(stacked(block, start + j) for j, block in enumerate(model.groups)),
+        single(model.suffix, end),
+        mtp,
+    )
+    return eqx.tree_at(lambda m: (m.prefix, m.groups, m.suffix, m.mtp), model, new)
+
+
+def _clip_block(block: Block, eta: Float[Array, " H"]) -> Block:
+    assert isinstance(block.mixer, Mla)  # qk_clip picks the full-attention layers
+    root = jnp.sqrt(eta)[:, None]
+
+    def weights(b: Block) -> tuple[Array, Array, Array]:
+        assert isinstance(b.mixer, Mla)
+        return b.mixer.query.nope, b.mixer.query.rope, b.mixer.k_up
+
+    nope, rope, k_up = weights(block)
+    scaled = ((nope, root), (rope, eta[:, None]), (k_up, root))
+    return eqx.tree_at(weights, block, tuple((w * factor).astype(w.dtype) for w, factor in scaled))
