@@ -8,20 +8,20 @@ import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, PyTree
 
 from model import ParamSpec
 
-from ._muon import MatrixLayout, MuonConfig, scale_by_muon
+from ._muon import MatrixLayout, MuonConfig, MuonState, scale_by_muon
 from ._schedule import ScheduleConfig
 
 Label = Literal["muon", "adamw", "frozen"]
-NO_MATRIX = MatrixLayout(batch=(), fan_in=(0,), fan_out=(1,))
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,18 @@ class OptimizerConfig:
             )
 
 
+class OptimizerState(NamedTuple):
+    """Moments by dotted path of the parameter; no path is in both.
+
+    Attributes:
+        adamw: Step count, mean and mean square of optax's Adam.
+        muon: Momentum of the matrices.
+    """
+
+    adamw: optax.ScaleByAdamState
+    muon: MuonState
+
+
 class OptimizerStep(NamedTuple):
     """The result of one update.
 
@@ -104,7 +116,7 @@ class OptimizerStep(NamedTuple):
     """
 
     params: PyTree
-    state: PyTree
+    state: OptimizerState
     grad_norm: Float[Array, ""]
     raw_grad_norm: Float[Array, ""]
     is_skipped: Bool[Array, ""]
@@ -118,11 +130,11 @@ class Optimizer:
         self.config = config
         self.specs = dict(specs)
 
-    def labels(self, params: PyTree) -> PyTree:
-        """The label of each parameter.
+    def check(self, params: PyTree) -> None:
+        """Refuses a parameter tree that is not the one of the metadata.
 
         Raises:
-            ValueError: A parameter has no rule, or a rule has no parameter.
+            ValueError: A parameter declares nothing, or a declaration has no parameter.
         """
         paths = parameter_paths(params)
         missing = sorted(set(paths) - set(self.specs))
@@ -132,8 +144,6 @@ class Optimizer:
                 f"parameters and declared metadata must agree: without metadata {missing},"
                 f" without parameter {unused}"
             )
-        labels = [self.label(path) for path in paths]
-        return jax.tree.unflatten(jax.tree.structure(params), labels)
 
     def label(self, path: str) -> Label:
         """Which rule trains the parameter at `path`."""
@@ -153,14 +163,16 @@ class Optimizer:
         is_whole = role != "bias" and (role != "norm" or self.config.decay_norms)
         return self.config.weight_decay if is_whole else 0.0
 
-    def init(self, params: PyTree) -> PyTree:
+    def init(self, params: PyTree) -> OptimizerState:
         """Optimizer state: float32 zeros."""
-        return self._transform(params, None).init(params)
+        self.check(params)
+        adamw, muon = self._split(params)
+        return OptimizerState(adamw=self._adamw.init(adamw), muon=self._muon(muon, None).init(muon))
 
     def step(
         self,
         grads: PyTree,
-        state: PyTree,
+        state: OptimizerState,
         params: PyTree,
         rate: Float[Array, ""],
         shardings: PyTree | None = None,
@@ -182,17 +194,19 @@ class Optimizer:
         is_finite = jnp.isfinite(raw_norm)
         scale = clip_scale(raw_norm, self.config.max_grad_norm)
         # A norm that is not finite makes NaN directions; the selects below drop all of them.
-        directions, advanced = self._transform(params, shardings).update(
-            jax.tree.map(lambda g: g * scale, grads), state, params
+        directions, advanced = self._directions(
+            jax.tree.map(lambda g: g * scale, grads), state, params, shardings
         )
-        decays = jax.tree.unflatten(jax.tree.structure(params), [self.decay(p) for p in paths])
-        moved = jax.tree.map(lambda p, d, w: p - rate * (d + w * p), params, directions, decays)
+        moved = [
+            p if d is None else p - rate * (d + self.decay(path) * p)
+            for path, p, d in zip(paths, jax.tree.leaves(params), directions, strict=True)
+        ]
 
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(is_finite, new, old)
 
         return OptimizerStep(
-            params=jax.tree.map(keep, moved, params),
+            params=jax.tree.map(keep, jax.tree.unflatten(jax.tree.structure(params), moved), params),
             state=jax.tree.map(keep, advanced, state),
             grad_norm=raw_norm * scale,
             raw_grad_norm=raw_norm,
@@ -201,26 +215,41 @@ class Optimizer:
 
     def table(self, params: PyTree) -> list[tuple[str, str, float, tuple[int, ...]]]:
         """(path, label, weight decay, shape) of each parameter: what a run prints before its first step."""
-        self.labels(params)
+        self.check(params)
         leaves = jax.tree.leaves(params)
         return [
             (path, self.label(path), self.decay(path), tuple(leaf.shape))
             for path, leaf in zip(parameter_paths(params), leaves)
         ]
 
-    def _transform(self, params: PyTree, shardings: PyTree | None) -> optax.GradientTransformation:
-        layouts = [matrix_layout(self.specs[path]) or NO_MATRIX for path in parameter_paths(params)]
-        muon_layouts = jax.tree.unflatten(jax.tree.structure(params), layouts)
-        return optax.partition(
-            {
-                "muon": scale_by_muon(self.config.muon, muon_layouts, shardings),
-                "adamw": optax.scale_by_adam(
-                    self.config.b1, self.config.b2, self.config.eps, mu_dtype=jnp.float32
-                ),
-                "frozen": optax.set_to_zero(),
-            },
-            self.labels(params),
-        )
+    @property
+    def _adamw(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps, mu_dtype=jnp.float32)
+
+    def _muon(
+        self, arrays: dict[str, Array], shardings: dict[str, NamedSharding] | None
+    ) -> optax.GradientTransformation:
+        layouts = {path: matrix_layout(self.specs[path]) for path in arrays}
+        return scale_by_muon(self.config.muon, layouts, shardings)
+
+    def _split(self, tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Leaves by path, those of AdamW and those of Muon."""
+        leaves = dict(zip(parameter_paths(tree), jax.tree.leaves(tree), strict=True))
+        adamw = {path: leaf for path, leaf in leaves.items() if self.label(path) == "adamw"}
+        muon = {path: leaf for path, leaf in leaves.items() if self.label(path) == "muon"}
+        return adamw, muon
+
+    def _directions(
+        self, grads: PyTree, state: OptimizerState, params: PyTree, shardings: PyTree | None
+    ) -> tuple[list[Array | None], OptimizerState]:
+        """Direction of every parameter in order, None for a frozen one, and the next state."""
+        adamw, muon = self._split(grads)
+        places = None if shardings is None else self._split(shardings)[1]
+        adamw, adamw_state = self._adamw.update(adamw, state.adamw)
+        muon, muon_state = self._muon(muon, places).update(muon, state.muon)
+        found = {**adamw, **muon}
+        ordered = [found.get(path) for path in parameter_paths(params)]
+        return ordered, OptimizerState(adamw=adamw_state, muon=muon_state)
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -231,10 +260,14 @@ def parameter_paths(params: PyTree) -> list[str]:
     ]
 
 
-def matrix_layout(spec: ParamSpec) -> MatrixLayout | None:
-    """The matrices that `spec` declares, by axis index; None for a parameter that is no matrix."""
+def matrix_layout(spec: ParamSpec) -> MatrixLayout:
+    """The matrices that `spec` declares, by axis index.
+
+    Raises:
+        ValueError: The parameter is no matrix.
+    """
     if spec.role != "matrix":
-        return None
+        raise ValueError(f"a parameter of role {spec.role!r} has no matrices; only 'matrix' has")
     names = spec.axes.split()
     fan_in, fan_out = spec.rows.split(), spec.columns.split()
     return MatrixLayout(

@@ -1,56 +1,75 @@
 """Which mesh axis splits which dimension: one table, and partitions of parameters by their declared axes."""
 
 import math
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from model import ParamSpec
+from model import Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
 
 from ._mesh import CONTEXT, DATA, EXPERT, FSDP, ROW_AXES, TENSOR
 from ._optimizer import parameter_paths
 
-PARAMETER_AXES = {"E": EXPERT, "H": TENSOR, "J": TENSOR, "F": TENSOR, "V": TENSOR}
-# Too small to be worth a gather in every layer: whole on every device.
-WHOLE_ROLES = frozenset({"norm", "bias", "router_bias", "conv", "decay"})
+Dtype = Literal["float32", "bfloat16"]
+TENSOR_LETTERS = frozenset("HJFV")
 BATCH_SPEC = PartitionSpec(ROW_AXES, CONTEXT)
 
 
-def parameter_partition(spec: ParamSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Partition of one parameter: its letters by `PARAMETER_AXES`, and D (else the longest free axis) over
-    fsdp.
+def make_parallel(mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype) -> Parallel:
+    """The mesh axes a model is told of: those of more than one device, data and tensor apart."""
+    wide = {name: size for name, size in mesh.shape.items() if size > 1}
+    return Parallel(
+        fsdp_axes=(FSDP,) if FSDP in wide else (),
+        expert_axis=EXPERT if EXPERT in wide else None,
+        context_axis=CONTEXT if CONTEXT in wide else None,
+        sizes=tuple(wide.items()),
+        gather_dtype=gather_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def parameter_partition(
+    spec: ParamSpec, shape: tuple[int, ...], mesh: Mesh, parallel: Parallel
+) -> PartitionSpec:
+    """Partition of one parameter: cut as `model.cut_dimension` says, experts over expert, the rest over
+    tensor.
 
     Norms, biases, convolutions and decays stay whole, but for their heads over tensor.
 
     Raises:
-        ValueError: A size does not divide over its mesh axis.
+        ValueError: A size does not divide over its mesh axes.
     """
     letters = spec.axes.split()
-    entries: list[str | None] = [None] * len(letters)
-    for i, letter in enumerate(letters):
-        name = PARAMETER_AXES.get(letter)
-        if name is None or mesh.shape[name] == 1 or name in entries:
-            continue
-        if shape[i] % mesh.shape[name]:
+    names: list[tuple[str, ...]] = [() for _ in letters]
+    dimension = cut_dimension(spec)
+    if dimension is not None:
+        names[dimension] = cut_axes(spec, parallel)
+    if is_expert(spec) and parallel.expert_axis is not None:
+        names[letters.index("E")] = (parallel.expert_axis,)
+    if mesh.shape[TENSOR] > 1:
+        wide = next((i for i, letter in enumerate(letters) if letter in TENSOR_LETTERS), None)
+        if wide is not None:
+            names[wide] = (*names[wide], TENSOR)
+    for letter, size, group in zip(letters, shape, names, strict=True):
+        count = math.prod(mesh.shape[name] for name in group)
+        if size % count:
             raise ValueError(
-                f"axis {letter} of a parameter {spec.axes!r} has {shape[i]} entries, which mesh axis"
-                f" {name}={mesh.shape[name]} does not divide; choose a divisor"
+                f"axis {letter} of a parameter {spec.axes!r} has {size} entries, which {count} devices"
+                f" ({' x '.join(f'{name} {mesh.shape[name]}' for name in group)}) do not divide;"
+                " move devices to the data axis or choose a divisor"
             )
-        entries[i] = name
-    if mesh.shape[FSDP] > 1 and spec.role not in WHOLE_ROLES:
-        entries[_fsdp_axis(letters, entries, shape, mesh.shape[FSDP], spec.axes)] = FSDP
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(group[0] if len(group) == 1 else group or None for group in names))
 
 
-def parameter_partitions(specs: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
+def parameter_partitions(specs: PyTree, params: PyTree, mesh: Mesh, parallel: Parallel) -> PyTree:
     """`parameter_partition` of every parameter; `specs` is the tree of `model.param_specs`."""
     leaves, treedef = jax.tree.flatten(params)
-    spec_of = treedef.flatten_up_to(specs)
     return treedef.unflatten(
         [
-            parameter_partition(spec, tuple(leaf.shape), mesh)
-            for spec, leaf in zip(spec_of, leaves, strict=True)
+            parameter_partition(spec, tuple(leaf.shape), mesh, parallel)
+            for spec, leaf in zip(treedef.flatten_up_to(specs), leaves, strict=True)
         ]
     )
 
@@ -63,7 +82,9 @@ def over_data(partition: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> P
     entries = [*partition, *([None] * (len(shape) - len(partition)))]
     if mesh.shape[DATA] == 1:
         return partition
-    order = sorted(range(len(shape)), key=lambda i: (entries[i] != FSDP, entries[i] is not None, i))
+    order = sorted(
+        range(len(shape)), key=lambda i: (FSDP not in (entries[i] or ()), entries[i] is not None, i)
+    )
     for i in order:
         names = (
             () if entries[i] is None else (entries[i],) if isinstance(entries[i], str) else tuple(entries[i])
@@ -100,18 +121,3 @@ def partitions_by_path(tree: PyTree, params: PyTree, partitions: PyTree) -> PyTr
         return next((table[suffix] for suffix in suffixes if suffix in table), PartitionSpec())
 
     return jax.tree.unflatten(jax.tree.structure(tree), [find(path) for path in parameter_paths(tree)])
-
-
-def _fsdp_axis(
-    letters: list[str], entries: list[str | None], shape: tuple[int, ...], size: int, axes: str
-) -> int:
-    free = [i for i, entry in enumerate(entries) if entry is None and letters[i] != "L"]
-    wide = [i for i in free if letters[i] == "D"]
-    candidates = wide or sorted(free, key=lambda i: -shape[i])
-    for i in candidates:
-        if shape[i] % size == 0:
-            return i
-    raise ValueError(
-        f"no axis of a parameter {axes!r} of shape {shape} divides over mesh axis fsdp={size};"
-        " choose a divisor of the model width"
-    )

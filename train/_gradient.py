@@ -1,0 +1,247 @@
+"""Gradient and logs of a global batch: every device adds up its own rows, then all devices add up once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from eqx_loss import LoadBalanceScope, LossOutput, LossSemantics, LossWeights, RouterTerms, loss_output
+from model import ModelOutput, Parallel, RouterStats, Transformer
+
+from ._examples import Examples, micro_step_partitions
+from ._head import head
+from ._layout import GradientLayout, make_sinks, manual_part, reduce_gradient, with_shards
+
+
+class Totals(NamedTuple):
+    """What is added over micro-steps and devices beside the gradient; `max_logits` takes the largest instead.
+
+    Attributes:
+        output: Objective and logs.
+        counts: Assignments to each expert, per router; None without experts.
+        max_logits: Largest attention logit per recorded layer and head; None when not recorded.
+    """
+
+    output: LossOutput
+    counts: Int[Array, "L E"] | None
+    max_logits: Float[Array, "N H"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPlan:
+    """How the gradient of a model is computed on a mesh.
+
+    Attributes:
+        layout: Where parameters and gradients live.
+        semantics: Normalization of the loss.
+        reduce_gradients: `step` or `micro_step`, see `StepConfig`.
+        reduce_dtype: Dtype of sums over devices.
+        accumulate_dtype: Dtype of sums over micro-steps.
+    """
+
+    layout: GradientLayout
+    semantics: LossSemantics
+    reduce_gradients: Literal["step", "micro_step"]
+    reduce_dtype: Literal["float32", "bfloat16"]
+    accumulate_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def parallel(self) -> Parallel:
+        """What the model is told of the mesh."""
+        return self.layout.parallel
+
+
+def batch_gradient(
+    plan: GradientPlan, model: Transformer, micro_steps: Examples, batch_counts: Int[Array, "L E"] | None
+) -> tuple[PyTree, Totals]:
+    """Gradient of the objective of the whole batch, float32, and its totals.
+
+    Args:
+        plan: The mesh and the loss.
+        model: Parameters.
+        micro_steps: Examples with a leading axis of micro-steps.
+        batch_counts: Assignments of the whole batch, for a load balance over it.
+    """
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(params: PyTree, micro_steps: Examples, batch_counts: Array | None) -> tuple[PyTree, Totals]:
+        def objective(trained: PyTree, example: Examples) -> tuple[Float[Array, ""], Totals]:
+            weights = with_shards(plan.layout, trained, params) if sinks else trained
+            totals = micro_totals(plan, eqx.combine(weights, static), example, batch_counts)
+            return totals.output.objective.total, totals
+
+        sinks = plan.reduce_gradients == "step" and micro_steps.tokens.shape[0] > 1
+        trained = make_sinks(plan.layout, params, plan.accumulate_dtype) if sinks else params
+        grads, totals = _sum_micro_steps(plan, jax.grad(objective, has_aux=True), trained, micro_steps)
+        return reduce_gradient(plan.layout, grads, plan.reduce_dtype, is_whole=sinks), reduce_totals(
+            plan, totals
+        )
+
+    return _on_devices(plan, body, plan.layout.gradient_partitions)(params, micro_steps, batch_counts)
+
+
+def batch_assignments(plan: GradientPlan, model: Transformer, micro_steps: Examples) -> Int[Array, "L E"]:
+    """Assignments to each expert of the whole batch: a forward pass over all micro-steps and nothing else.
+
+    It costs about a third of a step. Only a load balance over the global batch with several micro-steps
+    needs it.
+    """
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(params: PyTree, micro_steps: Examples, _: None) -> tuple[None, Array]:
+        def count(example: Examples) -> Array:
+            return jnp.sum(_router(_forward(plan, eqx.combine(params, static), example)).counts, axis=1)
+
+        first = jax.tree.map(lambda x: x[0], micro_steps)
+        shape = jax.eval_shape(count, first)
+        zero = jnp.zeros(shape.shape, shape.dtype)
+        total, _ = jax.lax.scan(lambda carry, e: (carry + count(e), None), zero, micro_steps)
+        return None, jax.lax.psum(total, plan.layout.summed_axes)
+
+    return _on_devices(plan, body, None)(params, micro_steps, None)[1]
+
+
+def micro_totals(
+    plan: GradientPlan, model: Transformer, example: Examples, batch_counts: Int[Array, "L E"] | None
+) -> Totals:
+    """Objective, logs and counts of the rows of one device in one micro-step."""
+    facts = _forward(plan, model, example)
+    unembed = model.whole_unembed(plan.parallel)
+    weights = _own_groups(plan, example.weights)
+    z_weight = plan.semantics.z_loss_multiplier
+    lm = head(
+        facts.hidden,
+        unembed,
+        example.targets,
+        weights.lm_mask,
+        weights.lm_objective,
+        z_loss_multiplier=z_weight,
+    )
+    mtp = tuple(
+        head(
+            facts.mtp_hidden[k],
+            unembed,
+            example.mtp_targets[k],
+            weights.mtp_mask[k],
+            weights.mtp_objective[k],
+        )
+        for k in range(example.mtp_targets.shape[0])
+    )
+    terms, counts = None, None
+    if facts.router is not None:
+        counts = jnp.sum(facts.router.counts, axis=1)
+        terms = RouterTerms(
+            logsumexp=facts.router.logsumexp,
+            score_sums=facts.router.score_sums,
+            counts=_sum_positions(plan, facts.router.counts),
+            batch_counts=_batch_counts(plan, counts, batch_counts),
+        )
+    return Totals(loss_output(lm, mtp, terms, weights, plan.semantics), counts, facts.max_logits)
+
+
+def reduce_totals(plan: GradientPlan, totals: Totals) -> Totals:
+    """`totals` of all devices together."""
+    names = plan.layout.summed_axes
+    output, counts = jax.lax.psum((totals.output, totals.counts), names)
+    top = None if totals.max_logits is None else jax.lax.pmax(totals.max_logits, names)
+    return Totals(output, counts, top)
+
+
+def _on_devices(plan: GradientPlan, body: Callable, gradient_partitions: PyTree | None) -> Callable:
+    """`body(params, micro_steps, batch_counts) -> (gradient, totals)` on the cuts of every device."""
+
+    def run(params: PyTree, micro_steps: Examples, batch_counts: Array | None) -> tuple[PyTree, PyTree]:
+        return jax.shard_map(
+            body,
+            mesh=plan.layout.mesh,
+            in_specs=(
+                manual_part(plan.layout.partitions),
+                micro_step_partitions(micro_steps),
+                PartitionSpec(),
+            ),
+            out_specs=(manual_part(gradient_partitions), PartitionSpec()),
+            axis_names=plan.layout.manual_axes,
+            # The checker would add sums over devices wherever a whole weight meets cut data, once per use.
+            check_vma=False,
+        )(params, micro_steps, batch_counts)
+
+    return run
+
+
+def _forward(plan: GradientPlan, model: Transformer, example: Examples) -> ModelOutput:
+    return model(
+        example.tokens,
+        segment_ids=example.segment_ids,
+        positions=example.positions,
+        router_mask=example.weights.router_mask,
+        parallel=plan.parallel,
+    )
+
+
+def _batch_counts(plan: GradientPlan, counts: Int[Array, "L E"], known: Array | None) -> Array | None:
+    """Assignments of the whole batch, for a load balance over it: counted before, or of the one step."""
+    if plan.semantics.load_balance_scope is not LoadBalanceScope.GLOBAL_BATCH or known is not None:
+        return known
+    return jax.lax.psum(counts, plan.layout.summed_axes)
+
+
+def _router(facts: ModelOutput) -> RouterStats:
+    if facts.router is None:
+        raise ValueError(
+            "a load balance over the global batch needs a model with experts; set its weight to 0"
+        )
+    return facts.router
+
+
+def _sum_micro_steps(
+    plan: GradientPlan,
+    differentiate: Callable[[PyTree, Examples], tuple[PyTree, Totals]],
+    params: PyTree,
+    steps: Examples,
+) -> tuple[PyTree, Totals]:
+    """Gradients and totals of all micro-steps, added one after the other."""
+    first = jax.tree.map(lambda x: x[0], steps)
+    if jax.tree.leaves(steps)[0].shape[0] == 1:
+        return differentiate(params, first)
+    grads, totals = jax.eval_shape(differentiate, params, first)
+    zero_grads = jax.tree.map(lambda g: jnp.zeros(g.shape, plan.accumulate_dtype), grads)
+    zero_totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals)
+    if zero_totals.max_logits is not None:
+        zero_totals = zero_totals._replace(max_logits=jnp.full_like(zero_totals.max_logits, -jnp.inf))
+
+    def add(carry: tuple[PyTree, Totals], example: Examples) -> tuple[tuple[PyTree, Totals], None]:
+        grads, totals = differentiate(params, example)
+        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
+        return (summed, _joined(carry[1], totals)), None
+
+    return jax.lax.scan(add, (zero_grads, zero_totals), steps)[0]
+
+
+def _joined(first: Totals, second: Totals) -> Totals:
+    tops = (first.max_logits, second.max_logits)
+    added = jax.tree.map(jnp.add, first._replace(max_logits=None), second._replace(max_logits=None))
+    return added._replace(max_logits=None if tops[0] is None or tops[1] is None else jnp.maximum(*tops))
+
+
+def _own_groups(plan: GradientPlan, weights: LossWeights) -> LossWeights:
+    """`weights` with groups counted on the first context shard only: all shards hold the same rows."""
+    if plan.parallel.context_axis is None:
+        return weights
+    is_first = jax.lax.axis_index(plan.parallel.context_axis) == 0
+
+    def where(w: LossWeights) -> tuple[Array, ...]:
+        return (w.lm_groups, w.mtp_groups, w.router_groups, w.load_balance_groups)
+
+    return eqx.tree_at(where, weights, tuple(jnp.where(is_first, x, 0) for x in where(weights)))
+
+
+def _sum_positions(plan: GradientPlan, counts: Int[Array, "L B E"]) -> Int[Array, "L B E"]:
+    """Counts of whole rows from those of the positions at hand."""
+    if plan.parallel.context_axis is None:
+        return counts
+    return jax.lax.psum(counts, plan.parallel.context_axis)

@@ -1,0 +1,126 @@
+"""Where the gradient of each parameter is computed, added up and kept."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from model import Cut, Parallel, ParamSpec, cut_axes, cut_dimension, looks_up
+
+from ._mesh import MESH_AXES, TENSOR
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientLayout:
+    """Partitions of parameters and gradients on a mesh.
+
+    Attributes:
+        mesh: The devices.
+        parallel: What the model is told of them.
+        specs: Declared facts of every parameter.
+        partitions: Partition of every parameter.
+        gradient_partitions: Partition in which gradients are wanted: that of the optimizer state.
+        is_tied: The embedding is the output head as well.
+    """
+
+    mesh: Mesh
+    parallel: Parallel
+    specs: PyTree
+    partitions: PyTree
+    gradient_partitions: PyTree
+    is_tied: bool
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """Mesh axes that the step handles itself: all but tensor, which is left to the partitioner."""
+        return frozenset(MESH_AXES) - ({TENSOR} if self.mesh.shape[TENSOR] > 1 else frozenset())
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which rows and positions are cut: what is computed from them adds over these."""
+        return tuple(name for name in MESH_AXES if name != TENSOR)
+
+
+def make_sinks(layout: GradientLayout, params: PyTree, dtype: Literal["float32", "bfloat16"]) -> PyTree:
+    """What to differentiate with respect to, so that whole gradients stay on the device.
+
+    Zeros shaped as the whole weight for a cut weight, the parameter itself for any other.
+    """
+
+    def sink(shard: Array, spec: ParamSpec) -> Array:
+        axis, names = _gathered(layout, spec)
+        if axis is None:
+            return shard
+        shape = list(shard.shape)
+        shape[axis] *= math.prod(layout.mesh.shape[name] for name in names)
+        return jnp.zeros(shape, dtype)
+
+    return jax.tree.map(sink, params, layout.specs)
+
+
+def with_shards(layout: GradientLayout, trained: PyTree, params: PyTree) -> PyTree:
+    """The parameters a model runs with: gathered weights beside their sinks of `make_sinks`."""
+
+    def pair(trained: Array, shard: Array, spec: ParamSpec) -> Array | Cut:
+        return trained if _gathered(layout, spec)[0] is None else Cut(shard=shard, sink=trained)
+
+    return jax.tree.map(pair, trained, params, layout.specs)
+
+
+def reduce_gradient(
+    layout: GradientLayout, grads: PyTree, dtype: Literal["float32", "bfloat16"], *, is_whole: bool
+) -> PyTree:
+    """Gradients added over the devices that hold a part of them, cut as `gradient_partitions` says, float32.
+
+    Args:
+        layout: Partitions.
+        grads: Gradients of every device's own rows, those of cut weights whole or reduced and cut already.
+        dtype: Dtype of the sums over devices.
+        is_whole: Gradients of cut weights are whole.
+    """
+
+    def reduce(grad: Array, spec: ParamSpec, partition: PartitionSpec, wanted: PartitionSpec) -> Array:
+        grad = grad.astype(dtype)
+        kept = {name for _, names in _cuts(partition) for name in names}
+        axis, cut = _gathered(layout, spec)
+        if is_whole and axis is not None:
+            grad = jax.lax.psum_scatter(grad, cut, scatter_dimension=axis, tiled=True)
+        left = [name for name in layout.summed_axes if name not in kept]
+        for axis, names in _cuts(wanted):
+            new = tuple(name for name in names if name in left)
+            if new:
+                grad = jax.lax.psum_scatter(grad, new, scatter_dimension=axis, tiled=True)
+                left = [name for name in left if name not in new]
+        return jax.lax.psum(grad, tuple(left)).astype(jnp.float32) if left else grad.astype(jnp.float32)
+
+    return jax.tree.map(reduce, grads, layout.specs, layout.partitions, layout.gradient_partitions)
+
+
+def manual_part(partitions: PyTree) -> PyTree:
+    """`partitions` without the tensor axis, which no `shard_map` of the step handles."""
+
+    def drop(partition: PartitionSpec) -> PartitionSpec:
+        groups = [tuple(n for n in names if n != TENSOR) for names in _groups(partition)]
+        return PartitionSpec(*(group or None for group in groups))
+
+    return jax.tree.map(drop, partitions, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _gathered(layout: GradientLayout, spec: ParamSpec) -> tuple[int | None, tuple[str, ...]]:
+    """Axis along which a layer gathers the parameter, and from which mesh axes; (None, ()) if it does not."""
+    axis, names = cut_dimension(spec), cut_axes(spec, layout.parallel)
+    if axis is None or not names or looks_up(spec, layout.is_tied):
+        return None, ()
+    return axis, names
+
+
+def _groups(partition: PartitionSpec) -> list[tuple[str, ...]]:
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in partition]
+
+
+def _cuts(partition: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    return [(axis, names) for axis, names in enumerate(_groups(partition)) if names]
