@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ._documents import documents_fingerprint, read_documents, split_documents, stdlib_folder
+from ._documents import cut_documents, documents_fingerprint, read_documents, split_documents, stdlib_folder
 from ._packing import PackedRows, Rows, empty_rows, pack_documents
 from ._tokenizer import ByteTokenizer
 
@@ -31,6 +31,8 @@ class DataConfig:
         pattern: Glob below the folder.
         validation_fraction: Share of the files, in (0, 1), that is never trained on; at least one file.
         split_seed: Decides which files those are.
+        document_separator: Cuts every file into documents behind this text (two blank lines end a top-level
+            definition of Python); None keeps a file as one document.
         eod_mask_loss: True leaves positions that hold the end-of-document token unscored.
     """
 
@@ -38,6 +40,7 @@ class DataConfig:
     pattern: str = "**/*.py"
     validation_fraction: float = 0.05
     split_seed: int = 0
+    document_separator: str | None = None
     eod_mask_loss: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +48,8 @@ class DataConfig:
             raise ValueError(f"validation_fraction must be in (0, 1), got {self.validation_fraction}")
         if not self.pattern:
             raise ValueError("pattern must not be empty; use '**/*' for every file")
+        if self.document_separator == "":
+            raise ValueError("document_separator must not be empty; use null to keep files whole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,9 @@ def load_dataset(config: DataConfig, num_positions: int) -> Dataset:
     train, validation = split_documents(
         read_documents(folder, config.pattern), config.validation_fraction, config.split_seed
     )
+    if config.document_separator is not None:
+        # After the split: a file's documents are alike, and must not be on both sides.
+        train, validation = (cut_documents(s, config.document_separator) for s in (train, validation))
     packed = [
         pack_documents([d.text for d in split], num_positions, tokenizer, config.eod_mask_loss)
         for split in (train, validation)

@@ -76,6 +76,25 @@ def split_documents(
     return train, validation
 
 
+def cut_documents(documents: Sequence[Document], separator: str) -> list[Document]:
+    """Every document cut behind each `separator`; the pieces are documents of their own, none is empty.
+
+    The separator stays at the end of its piece: joined again, the pieces are the text.
+
+    Raises:
+        ValueError: `separator` is empty.
+    """
+    if not separator:
+        raise ValueError("document_separator must not be empty; use null to keep files whole")
+    mark = separator.encode()
+    pieces: list[Document] = []
+    for document in documents:
+        *closed, rest = document.text.split(mark)
+        texts = [text + mark for text in closed] + ([rest] if rest else [])
+        pieces += [Document(name=f"{document.name}#{i}", text=text) for i, text in enumerate(texts)]
+    return pieces
+
+
 def documents_fingerprint(documents: Sequence[Document]) -> str:
     """Hex digest of every name and every byte; any change of the text changes it."""
     digest = hashlib.blake2b(digest_size=16)

@@ -19,7 +19,7 @@ from train._data import (
     train_batches,
     validation_batches,
 )
-from train._documents import Document, documents_fingerprint, read_documents, split_documents
+from train._documents import Document, cut_documents, documents_fingerprint, read_documents, split_documents
 from train._packing import pack_documents
 from train._tokenizer import ByteTokenizer
 
@@ -140,6 +140,23 @@ def test_adding_a_file_moves_at_most_one_other_across_the_split():
 def test_split_of_one_document_is_refused():
     with pytest.raises(ValueError, match="at least 2 files, got 1"):
         split_documents([Document(name="a", text=b"x")], 0.1, seed=0)
+
+
+def test_cut_documents_joined_again_are_the_text():
+    documents = [Document(name="a", text=b"x\n\ny\n\n"), Document(name="b", text=b"\n\n\n\n\nz"), Document(name="c", text=b"w")]
+    pieces = cut_documents(documents, "\n\n")
+    assert [d.text for d in pieces] == [b"x\n\n", b"y\n\n", b"\n\n", b"\n\n", b"\nz", b"w"]
+    for whole in documents:
+        assert b"".join(d.text for d in pieces if d.name.startswith(whole.name)) == whole.text
+
+
+def test_a_separator_cuts_after_the_split_by_file(folder):
+    for number in range(6):
+        (folder / f"f{number}.py").write_bytes(b"%d1--%d2--%d3" % (number, number, number))
+    dataset = load_dataset(DataConfig(folder=str(folder), validation_fraction=0.5, document_separator="--"), 16)
+    files = [{bytes(tokens[1:2]) for tokens, *_ in segments(split)} for split in (dataset.train, dataset.validation)]
+    assert files[0].isdisjoint(files[1])
+    assert sum(len(list(segments(split))) for split in (dataset.train, dataset.validation)) == 18
 
 
 def test_undecodable_bytes_are_read_as_they_are(folder):
