@@ -94,7 +94,8 @@ def router_output(
             jnp.sum(by_layer.load_balance_mean * log_balance, axis=1), jnp.sum(weights.load_balance_groups)
         ),
         z_global=SumCount(
-            jnp.sum(z_term, axis=(1, 2)), jnp.sum(by_layer.mask, axis=(1, 2), dtype=z_term.dtype)
+            jnp.sum(z_term, axis=(1, 2)),
+            jnp.broadcast_to(jnp.sum(by_layer.mask, axis=(1, 2), dtype=z_term.dtype), (num_layers,)),
         ),
     )
 
