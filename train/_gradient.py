@@ -10,11 +10,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from eqx_loss import LoadBalanceScope, LossOutput, LossSemantics, LossWeights, RouterTerms, loss_output
+from eqx_loss import (
+    LoadBalanceScope,
+    LossOutput,
+    LossSemantics,
+    LossWeights,
+    RouterTerms,
+    XentExecution,
+    XentRules,
+    linear_cross_entropy_heads,
+    loss_output,
+)
 from model import ModelOutput, Parallel, RouterStats, Transformer
 
 from ._examples import Examples, micro_step_partitions
-from ._head import head
 from ._layout import GradientLayout, make_sinks, manual_part, reduce_gradient, with_shards
 
 
@@ -67,12 +76,11 @@ def batch_gradient(
         micro_steps: Examples with a leading axis of micro-steps.
         batch_counts: Assignments of the whole batch, for a load balance over it.
     """
-    params, static = eqx.partition(model, eqx.is_array)
 
-    def body(params: PyTree, micro_steps: Examples, batch_counts: Array | None) -> tuple[PyTree, Totals]:
+    def body(params: Transformer, micro_steps: Examples, batch_counts: Array | None) -> tuple[PyTree, Totals]:
         def objective(trained: PyTree, example: Examples) -> tuple[Float[Array, ""], Totals]:
             weights = with_shards(plan.layout, trained, params) if sinks else trained
-            totals = micro_totals(plan, eqx.combine(weights, static), example, batch_counts)
+            totals = micro_totals(plan, weights, example, batch_counts)
             return totals.output.objective.total, totals
 
         sinks = plan.reduce_gradients == "step" and micro_steps.tokens.shape[0] > 1
@@ -82,7 +90,7 @@ def batch_gradient(
             plan, totals
         )
 
-    return _on_devices(plan, body, plan.layout.gradient_partitions)(params, micro_steps, batch_counts)
+    return _on_devices(plan, body, plan.layout.gradient_partitions)(model, micro_steps, batch_counts)
 
 
 def batch_assignments(plan: GradientPlan, model: Transformer, micro_steps: Examples) -> Int[Array, "L E"]:
@@ -91,11 +99,10 @@ def batch_assignments(plan: GradientPlan, model: Transformer, micro_steps: Examp
     It costs about a third of a step. Only a load balance over the global batch with several micro-steps
     needs it.
     """
-    params, static = eqx.partition(model, eqx.is_array)
 
-    def body(params: PyTree, micro_steps: Examples, _: None) -> tuple[None, Array]:
+    def body(params: Transformer, micro_steps: Examples, _: None) -> tuple[None, Array]:
         def count(example: Examples) -> Array:
-            return jnp.sum(_router(_forward(plan, eqx.combine(params, static), example)).counts, axis=1)
+            return jnp.sum(_router(_forward(plan, params, example)).counts, axis=1)
 
         first = jax.tree.map(lambda x: x[0], micro_steps)
         shape = jax.eval_shape(count, first)
@@ -103,7 +110,7 @@ def batch_assignments(plan: GradientPlan, model: Transformer, micro_steps: Examp
         total, _ = jax.lax.scan(lambda carry, e: (carry + count(e), None), zero, micro_steps)
         return None, jax.lax.psum(total, plan.layout.summed_axes)
 
-    return _on_devices(plan, body, None)(params, micro_steps, None)[1]
+    return _on_devices(plan, body, None)(model, micro_steps, None)[1]
 
 
 def micro_totals(
@@ -111,26 +118,16 @@ def micro_totals(
 ) -> Totals:
     """Objective, logs and counts of the rows of one device in one micro-step."""
     facts = _forward(plan, model, example)
-    unembed = model.whole_unembed(plan.parallel)
     weights = _own_groups(plan, example.weights)
-    z_weight = plan.semantics.z_loss_multiplier
-    lm = head(
-        facts.hidden,
-        unembed,
-        example.targets,
-        weights.lm_mask,
-        weights.lm_objective,
-        z_loss_multiplier=z_weight,
-    )
-    mtp = tuple(
-        head(
-            facts.mtp_hidden[k],
-            unembed,
-            example.mtp_targets[k],
-            weights.mtp_mask[k],
-            weights.mtp_objective[k],
-        )
-        for k in range(example.mtp_targets.shape[0])
+    num_depths = example.mtp_targets.shape[0]
+    lm, *mtp = linear_cross_entropy_heads(
+        jnp.concatenate([facts.hidden[None], facts.mtp_hidden]),
+        model.whole_unembed(plan.parallel),
+        jnp.concatenate([example.targets[None], example.mtp_targets]),
+        jnp.concatenate([weights.lm_objective[None], weights.mtp_objective]),
+        mask=jnp.concatenate([weights.lm_mask[None], weights.mtp_mask]),
+        rules=XentRules(z_loss_multiplier=(plan.semantics.z_loss_multiplier, *[0.0] * num_depths)),
+        execution=XentExecution(backend=plan.layout.backend),
     )
     terms, counts = None, None
     if facts.router is not None:
@@ -141,7 +138,7 @@ def micro_totals(
             counts=_sum_positions(plan, facts.router.counts),
             batch_counts=_batch_counts(plan, counts, batch_counts),
         )
-    return Totals(loss_output(lm, mtp, terms, weights, plan.semantics), counts, facts.max_logits)
+    return Totals(loss_output(lm, tuple(mtp), terms, weights, plan.semantics), counts, facts.max_logits)
 
 
 def reduce_totals(plan: GradientPlan, totals: Totals) -> Totals:

@@ -40,6 +40,12 @@ class GradientLayout:
         return frozenset(MESH_AXES) - ({TENSOR} if self.mesh.shape[TENSOR] > 1 else frozenset())
 
     @property
+    def backend(self) -> Literal["cpu", "gpu", "tpu"]:
+        """Platform of the mesh, which need not be that of this process when compiling ahead of time."""
+        platform = self.mesh.devices.flat[0].platform
+        return "gpu" if platform in ("cuda", "rocm") else platform
+
+    @property
     def summed_axes(self) -> tuple[str, ...]:
         """Mesh axes over which rows and positions are cut: what is computed from them adds over these."""
         return tuple(name for name in MESH_AXES if name != TENSOR)

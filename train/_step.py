@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, PyTree
 
 from eqx_loss import LoadBalanceScope, LossLogs, LossSemantics, Objective
-from model import ModelConfig, param_specs
+from model import ModelConfig, param_specs, qk_clip
 
 from ._examples import Batch, cut_micro_steps, make_examples, micro_step_partitions
 from ._gradient import GradientPlan, batch_assignments, batch_gradient
@@ -102,6 +101,11 @@ def make_train_step(
         config: How gradients are added up.
     """
     config = StepConfig() if config is None else config
+    if optimizer.config.qk_clip_threshold is not None and not model_config.record_max_logits:
+        raise ValueError(
+            f"qk_clip_threshold={optimizer.config.qk_clip_threshold} needs the largest logits; set"
+            " model.record_max_logits=true or qk_clip_threshold to null"
+        )
     plan = make_gradient_plan(model_config, semantics, optimizer, mesh, config)
     shardings = state_shardings(model_config, optimizer, mesh)
     gradient_shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), plan.layout.gradient_partitions)
@@ -114,12 +118,14 @@ def make_train_step(
             counts = batch_assignments(plan, state.model, micro_steps)
         grads, totals = batch_gradient(plan, state.model, micro_steps, counts)
         rate = learning_rate(optimizer.config.schedule, state.step)
-        params, static = eqx.partition(state.model, eqx.is_array)
-        update = optimizer.step(grads, state.optimizer, params, rate, gradient_shardings)
-        model = eqx.combine(update.params, static)
+        update = optimizer.step(grads, state.optimizer, state.model, rate, gradient_shardings)
+        model = update.params
         if totals.counts is not None:
             biased = update_router_bias(model, totals.counts, optimizer.config)
             model = _select(update.is_skipped, model, biased)
+        threshold = optimizer.config.qk_clip_threshold
+        if threshold is not None and totals.max_logits is not None:
+            model = _select(update.is_skipped, model, qk_clip(model, totals.max_logits, threshold))
         advanced = TrainState(
             model=model,
             optimizer=update.state,
@@ -221,6 +227,4 @@ def _select(take_first: Bool[Array, ""], first: PyTree, second: PyTree) -> PyTre
 
 
 def _pinned(state: TrainState, shardings: PyTree) -> TrainState:
-    arrays, static = eqx.partition(state, eqx.is_array)
-    pinned = jax.tree.map(jax.lax.with_sharding_constraint, arrays, shardings)
-    return eqx.combine(pinned, static)
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, shardings)
