@@ -1,5 +1,6 @@
 """Between a Ling-3 `config.json` and `ModelConfig`."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -67,7 +68,9 @@ def to_hf_config(config: ModelConfig) -> HfConfig:
         routed_scaling_factor=moe.routed_scaling_factor,
         first_k_dense_replace=config.first_k_dense_replace,
         layer_group_size=config.layer_group_size,
-        layer_types=tuple("full_attention" if layer.mixer == "full" else "linear_attention" for layer in plan),
+        layer_types=tuple(
+            "full_attention" if layer.mixer == "full" else "linear_attention" for layer in plan
+        ),
         mlp_types=tuple("dense" if layer.ffn == "dense" else "sparse" for layer in plan),
         num_mtp_layers=config.num_mtp_layers,
         rms_norm_eps=config.rms_norm_eps,
@@ -118,7 +121,9 @@ def _build(hf: HfConfig, layer_types: Sequence[LayerType], dtype: Dtype) -> Mode
             topk_routing_group=hf.topk_group,
             norm_topk_prob=hf.norm_topk_prob,
             routed_scaling_factor=hf.routed_scaling_factor,
-            expert_swiglu_limits=_our_limits("expert_swiglu_limit_list", hf.expert_swiglu_limits, hf.num_hidden_layers),
+            expert_swiglu_limits=_our_limits(
+                "expert_swiglu_limit_list", hf.expert_swiglu_limits, hf.num_hidden_layers
+            ),
             shared_swiglu_limits=_our_limits(
                 "share_expert_swiglu_limit_list", hf.shared_swiglu_limits, hf.num_hidden_layers
             ),
@@ -136,8 +141,6 @@ def _build(hf: HfConfig, layer_types: Sequence[LayerType], dtype: Dtype) -> Mode
 
 def _without_redundant_types(config: ModelConfig) -> ModelConfig:
     """The same model with `layer_types` and `ffn_types` None where the rules derive them."""
-    import dataclasses
-
     for name in ("layer_types", "ffn_types"):
         derived = dataclasses.replace(config, **{name: None})
         if derived.layer_plan == config.layer_plan:
@@ -145,13 +148,19 @@ def _without_redundant_types(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _our_limits(name: str, limits: tuple[float | None, ...] | None, num_layers: int) -> tuple[float, ...] | None:
+def _our_limits(
+    name: str, limits: tuple[float | None, ...] | None, num_layers: int
+) -> tuple[float, ...] | None:
     if limits is None or not any(limits):
         return None
     if len(limits) < num_layers:
-        raise ValueError(f"{name} must have one number per layer, num_hidden_layers={num_layers}, got {len(limits)}")
+        raise ValueError(
+            f"{name} must have one number per layer, num_hidden_layers={num_layers}, got {len(limits)}"
+        )
     if any(limits[num_layers:]):
-        raise ValueError(f"{name} limits an MTP layer, which this model does not compute; got {limits[num_layers:]}")
+        raise ValueError(
+            f"{name} limits an MTP layer, which this model does not compute; got {limits[num_layers:]}"
+        )
     return tuple(limit or math.inf for limit in limits[:num_layers])
 
 

@@ -1,57 +1,23 @@
 """`config.json` of the Ling-3 family (`bailing_hybrid`, hub name `bailing_moe_v3`), in both of its spellings.
 
 The hub writes `max_position_embeddings`, `norm_topk_prob`, `n_group`, `num_experts_per_tok`; transformers 5.24 writes
-`model_max_length`, `moe_renormalize`, `num_expert_group`, `num_experts_per_token`. `head_dim` is the KDA head size on the
-hub and the rope size in a file of save_pretrained, which has the KDA head size in `linear_head_dim`.
+`model_max_length`, `moe_renormalize`, `num_expert_group`, `num_experts_per_token`. `head_dim` is the KDA head size on
+the hub and the rope size in a file of save_pretrained, which has the KDA head size in `linear_head_dim`.
 Source: transformers 5.24.0, models/bailing_hybrid/configuration_bailing_hybrid.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ._errors import CheckpointError
+from ._hf_fields import Fields
 
 Layout = Literal["hub", "save_pretrained"]
 LayerType = Literal["linear_attention", "full_attention"]
 MlpType = Literal["dense", "sparse"]
-Kind = TypeVar("Kind", bound=str)
 
 MODEL_TYPES = ("bailing_hybrid", "bailing_moe_v3")
-# canonical name -> the other spellings of the same number
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "max_position_embeddings": ("model_max_length",),
-    "norm_topk_prob": ("moe_renormalize",),
-    "n_group": ("num_expert_group",),
-    "num_experts_per_tok": ("num_experts_per_token",),
-    "num_experts": ("num_local_experts",),
-    "num_shared_experts": ("n_shared_experts",),
-    "num_nextn_predict_layers": ("num_mtp_layers",),
-    "short_conv_kernel_size": ("linear_conv_kernel_dim",),
-}
-# fields with one supported value: a file that says otherwise describes a model that we would compute wrongly
-FIXED: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_bias": False,
-    "use_qkv_bias": False,
-    "use_qk_norm": True,
-    "use_mla_nope": False,
-    "use_kda_lora": False,
-    "no_kda_lora": True,
-    "mtp_use_kda": False,
-    "value_norm": False,
-    "up_proj_norm": False,
-    "scale_router_input": False,
-    "score_function": "sigmoid",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "rope_interleave": True,
-    "gated_attention_proj_granularity_type": "head_wise",
-    "tie_word_embeddings": False,
-    "quantization_config": None,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +85,11 @@ def read_hf_config(raw: Mapping[str, object]) -> HfConfig:
             or a feature that the model does not compute; one line each.
     """
     if raw.get("model_type") not in MODEL_TYPES:
+        got = raw.get("model_type")
         raise CheckpointError(
-            [f"config.json: model_type must be one of {MODEL_TYPES}, got {raw.get('model_type')!r}; this reader knows Ling-3"]
+            [f"config.json: model_type must be one of {MODEL_TYPES}, got {got!r}; only Ling-3 is read"]
         )
-    fields = _Fields(raw)
+    fields = Fields(raw)
     layout: Layout = "save_pretrained" if "linear_head_dim" in raw else "hub"
     num_layers = fields.integer("num_hidden_layers", least=1)
     moe_size = fields.integer("moe_intermediate_size")
@@ -138,7 +105,9 @@ def read_hf_config(raw: Mapping[str, object]) -> HfConfig:
         shared_intermediate_size=shared_unit * num_shared,
         num_hidden_layers=num_layers,
         num_attention_heads=fields.integer("num_attention_heads", least=1),
-        kda_head_dim=fields.integer("linear_head_dim" if layout == "save_pretrained" else "head_dim", least=1),
+        kda_head_dim=fields.integer(
+            "linear_head_dim" if layout == "save_pretrained" else "head_dim", least=1
+        ),
         conv_width=fields.integer("short_conv_kernel_size", default=4, least=1),
         q_lora_rank=fields.optional_integer("q_lora_rank"),
         kv_lora_rank=fields.integer("kv_lora_rank", least=1),
@@ -190,7 +159,9 @@ def write_hf_config(config: HfConfig, *, layout: Layout, dtype: str) -> dict[str
         "model_type": "bailing_hybrid",
         "attention_dropout": 0.0,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else config.eos_token_id,
+        "eos_token_id": list(config.eos_token_id)
+        if isinstance(config.eos_token_id, tuple)
+        else config.eos_token_id,
         "first_k_dense_replace": config.first_k_dense_replace,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -224,7 +195,9 @@ def write_hf_config(config: HfConfig, *, layout: Layout, dtype: str) -> dict[str
         "share_expert_swiglu_limit_list": _limit_list(config.shared_swiglu_limits),
     }
     if config.num_shared_experts:
-        raw["moe_shared_expert_intermediate_size"] = config.shared_intermediate_size // config.num_shared_experts
+        raw["moe_shared_expert_intermediate_size"] = (
+            config.shared_intermediate_size // config.num_shared_experts
+        )
     match layout:
         case "hub":
             raw |= {
@@ -262,100 +235,6 @@ def write_hf_config(config: HfConfig, *, layout: Layout, dtype: str) -> dict[str
                 "dtype": dtype,
             }
     return dict(sorted(raw.items()))
-
-
-class _Fields:
-    """Typed access to a raw dict that collects problems instead of stopping at the first."""
-
-    def __init__(self, raw: Mapping[str, object]):
-        self.raw = raw
-        self.problems: list[str] = []
-
-    def get(self, name: str) -> object:
-        """The value under any of its spellings; None when absent."""
-        found = {alias: self.raw[alias] for alias in (name, *ALIASES.get(name, ())) if alias in self.raw}
-        if len({repr(value) for value in found.values()}) > 1:
-            self.problems.append(f"spellings of one field must agree, got {found}; remove the wrong one")
-        return next(iter(found.values()), None)
-
-    def integer(self, name: str, *, default: int | None = None, least: int = 0) -> int:
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.problems.append(f"{name} must be a whole number of at least {least}, got {value!r}")
-            return max(least, 1)
-        return value
-
-    def optional_integer(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.integer(name)
-
-    def number(self, name: str, *, default: float) -> float:
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.problems.append(f"{name} must be a number, got {value!r}")
-            return default
-        return float(value)
-
-    def boolean(self, name: str, *, default: bool) -> bool:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.problems.append(f"{name} must be true or false, got {value!r}")
-            return default
-        return value
-
-    def token_ids(self, name: str) -> int | tuple[int, ...] | None:
-        value = self.get(name)
-        if isinstance(value, list) and all(isinstance(item, int) for item in value):
-            return tuple(value)
-        return self.optional_integer(name)
-
-    def limits(self, name: str) -> tuple[float | None, ...] | None:
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(item is None or isinstance(item, int | float) for item in value):
-            self.problems.append(f"{name} must be a list of numbers and nulls, one a layer, got {value!r}")
-            return None
-        return tuple(float(item) if item else None for item in value)  # 0 and null both mean "no limit"
-
-    def kinds(self, name: str, num_layers: int, allowed: tuple[Kind, ...]) -> tuple[Kind, ...] | None:
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != num_layers or not all(item in allowed for item in value):
-            self.problems.append(f"{name} must hold {num_layers} of {allowed}, got {value!r}")
-            return None
-        return tuple(value)
-
-    def rope_theta(self) -> float:
-        parameters = self.get("rope_parameters")
-        scaling = self.get("rope_scaling")
-        for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-            kind = value.get("rope_type", value.get("type", "default")) if isinstance(value, dict) else "default"
-            if kind != "default":
-                self.problems.append(f"{name}: rope_type must be 'default', got {kind!r}; position scaling is not computed")
-        if isinstance(parameters, dict) and "rope_theta" in parameters:
-            theta = parameters["rope_theta"]
-            if isinstance(theta, int | float) and not isinstance(theta, bool):
-                return float(theta)
-            self.problems.append(f"rope_parameters.rope_theta must be a number, got {theta!r}")
-        return self.number("rope_theta", default=6_000_000.0)
-
-    def check_fixed(self) -> None:
-        for name, wanted in FIXED.items():
-            if name in self.raw and self.raw[name] is not None and self.raw[name] != wanted:
-                self.problems.append(f"{name} must be {wanted!r}, got {self.raw[name]!r}; this model does not compute it")
-
-    def check_heads(self, num_heads: int) -> None:
-        for name in ("num_key_value_heads", "linear_num_heads"):
-            value = self.raw.get(name)
-            if value is not None and value != num_heads:
-                self.problems.append(f"{name} must equal num_attention_heads={num_heads}, got {value!r}")
 
 
 def _default_mlp_types(num_layers: int, first_dense: int) -> tuple[MlpType, ...]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from .._config import ModelConfig
-from ._hf_config import Layout, LayerType
+from ._hf_config import LayerType, Layout
 from ._rule import Rule, linear, split_linear, whole
 
 _RENAMES = (
@@ -42,7 +42,9 @@ def layer_types_of(hub_names: Iterator[str], num_layers: int) -> tuple[LayerType
     return tuple("linear_attention" if i in kda else "full_attention" for i in range(num_layers))
 
 
-def rules(config: ModelConfig, *, layout: Layout = "hub", fused_layers: frozenset[int] = frozenset()) -> list[Rule]:
+def rules(
+    config: ModelConfig, *, layout: Layout = "hub", fused_layers: frozenset[int] = frozenset()
+) -> list[Rule]:
     """One rule for every tensor of a checkpoint of this model, in the order of the layers.
 
     Args:
@@ -126,11 +128,17 @@ class _Layer:
         heads, dim, taps = kda.num_heads, kda.head_dim, kda.conv_kernel_size
         out = "o_proj" if self.layout == "hub" else "dense"
         return [
-            *(self._linear(f"attention.{x}_proj.weight", (width,), (heads, dim), f"mixer.{x}") for x in "qkv"),
+            *(
+                self._linear(f"attention.{x}_proj.weight", (width,), (heads, dim), f"mixer.{x}")
+                for x in "qkv"
+            ),
             self._linear("attention.f_proj.weight", (width,), (heads, dim), "mixer.forget"),
             self._linear("attention.g_proj.weight", (width,), (heads, dim), "mixer.gate"),
             self._linear("attention.b_proj.weight", (width,), (heads,), "mixer.beta"),
-            *(self._reshaped(f"attention.{x}_conv1d.weight", (heads * dim, 1, taps), f"mixer.{x}_conv") for x in "qkv"),
+            *(
+                self._reshaped(f"attention.{x}_conv1d.weight", (heads * dim, 1, taps), f"mixer.{x}_conv")
+                for x in "qkv"
+            ),
             self._vector("attention.A_log", heads, "mixer.A_log"),
             self._reshaped("attention.dt_bias", (heads * dim,), "mixer.dt_bias"),
             self._vector("attention.o_norm.weight", dim, "mixer.out_norm"),
@@ -143,20 +151,29 @@ class _Layer:
         heads, nope, rope, value = mla.num_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
         rank = mla.q_lora_rank
         query = [
-            self._split("attention.q_proj.weight", width, heads, {"mixer.query.nope": nope, "mixer.query.rope": rope}),
+            self._split(
+                "attention.q_proj.weight", width, heads, {"mixer.query.nope": nope, "mixer.query.rope": rope}
+            ),
         ]
         if rank is not None:
             query = [
                 self._linear("attention.q_a_proj.weight", (width,), (rank,), "mixer.query.down"),
                 self._vector("attention.q_a_layernorm.weight", rank, "mixer.query.norm"),
-                self._split("attention.q_b_proj.weight", rank, heads, {"mixer.query.nope": nope, "mixer.query.rope": rope}),
+                self._split(
+                    "attention.q_b_proj.weight",
+                    rank,
+                    heads,
+                    {"mixer.query.nope": nope, "mixer.query.rope": rope},
+                ),
             ]
         latent = mla.kv_lora_rank
         return [
             *query,
             self._linear("attention.kv_a_proj_with_mqa.weight", (width,), (latent + rope,), "mixer.kv_down"),
             self._vector("attention.kv_a_layernorm.weight", latent, "mixer.kv_norm"),
-            self._split("attention.kv_b_proj.weight", latent, heads, {"mixer.k_up": nope, "mixer.v_up": value}),
+            self._split(
+                "attention.kv_b_proj.weight", latent, heads, {"mixer.k_up": nope, "mixer.v_up": value}
+            ),
             self._linear("attention.g_proj.weight", (width,), (heads,), "mixer.gate"),
             self._linear("attention.dense.weight", (heads, value), (width,), "mixer.out"),
         ]
@@ -232,7 +249,9 @@ class _Layer:
 
     def _split(self, name: str, rows: int, heads: int, parts: dict[str, int]) -> Rule:
         leaves = tuple(f"{self.leaf}.{leaf}" for leaf in parts)
-        return split_linear(f"{self.name}.{name}", rows, heads, tuple(parts.values()), leaves, index=self.index)
+        return split_linear(
+            f"{self.name}.{name}", rows, heads, tuple(parts.values()), leaves, index=self.index
+        )
 
     def _vector(self, name: str, size: int, leaf: str) -> Rule:
         return whole(f"{self.name}.{name}", (size,), f"{self.leaf}.{leaf}", index=self.index)

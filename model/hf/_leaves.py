@@ -1,6 +1,7 @@
 """Our arrays by dotted path, and blocks of them put together from checkpoint tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ def leaf_paths(tree: Any) -> list[str]:
         jax.tree_util.keystr(path, simple=True, separator=".")
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of every array by dotted path."""
+    return dict(zip(leaf_paths(tree), (tuple(leaf.shape) for leaf in jax.tree.leaves(tree)), strict=True))
 
 
 class Assembly:
@@ -72,3 +78,29 @@ class Assembly:
     def join(self, rule: Rule, arrays: Mapping[str, Any]) -> np.ndarray:
         """The checkpoint tensor of a rule, from our arrays."""
         return rule.join([np.asarray(arrays[leaf][rule.index]) for leaf in rule.leaves])
+
+
+def make_arrays(
+    shapes: Mapping[str, tuple[int, ...]],
+    shardings: Mapping[str, jax.sharding.Sharding] | None,
+    part: Callable[[str, Slices], np.ndarray],
+) -> Iterator[jax.Array]:
+    """One array for each path, in order.
+
+    Args:
+        shapes: Shape of every array.
+        shardings: Where each goes; only the parts that devices of this process hold are asked for. None puts whole
+            arrays on the default device.
+        part: Gives the numbers of `array[where]`.
+    """
+    for path, shape in shapes.items():
+        whole = tuple(slice(None) for _ in shape)
+        if shardings is None:
+            yield jax.numpy.asarray(part(path, whole))
+        else:
+            read = functools.partial(_read_or_all, functools.partial(part, path), whole)
+            yield jax.make_array_from_callback(shape, shardings[path], read)
+
+
+def _read_or_all(read: Callable[[Slices], np.ndarray], whole: Slices, where: Slices | None) -> np.ndarray:
+    return read(where or whole)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,9 +16,9 @@ from ._convert_config import to_model_config
 from ._errors import CheckpointError
 from ._hf_config import HfConfig, read_hf_config
 from ._layout import checkpoint_names, fused_layers_of, layer_types_of, rules
-from ._leaves import Assembly, leaf_paths
+from ._leaves import Assembly, Slices, array_shapes, make_arrays
 from ._rule import Rule
-from ._shards import DTYPES, ShardReader
+from ._shards import FLOATS, ShardReader
 
 CONFIG_NAME = "config.json"
 Progress = Callable[[str], None]
@@ -99,21 +98,14 @@ def load_hf(
     """
     opened = open_hf(path, dtype=dtype)
     skeleton = abstract_model(opened.config)
-    paths, leaves = leaf_paths(skeleton), jax.tree.leaves(skeleton)
-    assembly = Assembly(opened.rules, {p: leaf.shape for p, leaf in zip(paths, leaves, strict=True)})
-    arrays: list[Any] = []
-    for number, name in enumerate(paths):
-        shape = assembly.shapes[name]
+    assembly = Assembly(opened.rules, array_shapes(skeleton))
 
-        def part(where: tuple[slice, ...], name: str = name) -> np.ndarray:
-            return assembly.read_block(name, where, np.dtype(param_dtype), opened.read)
-
-        if shardings is None:
-            arrays.append(jax.numpy.asarray(part(tuple(slice(None) for _ in shape))))
-        else:
-            arrays.append(jax.make_array_from_callback(shape, shardings[name], part))
+    def part(path: str, where: Slices) -> np.ndarray:
         if progress is not None:
-            progress(f"{number + 1}/{len(paths)} {name} {list(shape)}")
+            progress(f"{path} {list(assembly.shapes[path])}")
+        return assembly.read_block(path, where, jax.numpy.dtype(param_dtype), opened.read)
+
+    arrays = list(make_arrays(assembly.shapes, shardings, part))
     opened.reader.close()
     return opened.config, jax.tree.unflatten(jax.tree.structure(skeleton), arrays)
 
@@ -140,15 +132,19 @@ def _problems(
     table: tuple[Rule, ...], stored: Mapping[str, str], reader: ShardReader, hf: HfConfig
 ) -> list[str]:
     wanted = {rule.name: rule.shape for rule in table}
-    problems = [f"{name}: missing, expected {list(shape)}" for name, shape in wanted.items() if name not in stored]
+    problems = [
+        f"{name}: missing, expected {list(shape)}" for name, shape in wanted.items() if name not in stored
+    ]
     for name, file_name in stored.items():
         info = reader.tensors[file_name]
         if name not in wanted:
             if not name.endswith(_KNOWN_EXTRAS) and not _is_empty_shared(name, info.shape, hf):
-                problems.append(f"{file_name}: extra, {list(info.shape)}; config.json describes no such tensor")
+                problems.append(
+                    f"{file_name}: extra, {list(info.shape)}; config.json describes no such tensor"
+                )
         elif info.shape != wanted[name]:
             problems.append(f"{file_name}: shape {list(info.shape)}, expected {list(wanted[name])}")
-        elif info.dtype not in DTYPES or not np.issubdtype(DTYPES[info.dtype], np.inexact) and info.dtype != "BF16":
+        elif info.dtype not in FLOATS:
             problems.append(f"{file_name}: dtype {info.dtype} is not read; convert it to BF16 or F32")
     return problems
 

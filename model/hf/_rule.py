@@ -59,7 +59,9 @@ class Rule:
 
 def whole(name: str, shape: tuple[int, ...], leaf: str, *, index: tuple[int, ...] = ()) -> Rule:
     """The tensor as it is."""
-    return Rule(name=name, shape=shape, view=shape, order=tuple(range(len(shape))), leaves=(leaf,), index=index)
+    return Rule(
+        name=name, shape=shape, view=shape, order=tuple(range(len(shape))), leaves=(leaf,), index=index
+    )
 
 
 def linear(

@@ -54,7 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     lines = judge(options.path, precisions, show)
     if not lines:
-        print(f"{options.path}: no case here (a folder with config.json and inputs.safetensors)", file=sys.stderr)
+        print(
+            f"{options.path}: no case here (a folder with config.json and inputs.safetensors)",
+            file=sys.stderr,
+        )
         return 2
     print(closing_line(lines))
     return 0 if all(line.passed for line in lines) else 1

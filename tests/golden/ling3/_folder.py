@@ -47,7 +47,9 @@ def find_cases(root: Path) -> tuple[list[ModelCase], list[OperatorCase]]:
     """
     if root.is_file():
         return [], [OperatorCase(name=root.stem, tensors=load_file(root))]
-    folders = sorted(p.parent for p in root.rglob("inputs.safetensors") if (p.parent / "config.json").is_file())
+    folders = sorted(
+        p.parent for p in root.rglob("inputs.safetensors") if (p.parent / "config.json").is_file()
+    )
     models = [_read_model(folder, _name(folder, root)) for folder in folders]
     operators = []
     for file in sorted(root.rglob("*.safetensors")):

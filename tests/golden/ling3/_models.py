@@ -28,7 +28,9 @@ def judge_model(case: ModelCase, precision: Precision) -> list[Line]:
         try:
             part(judge, case, run)
         except Exception as error:
-            judge.failure(part.__name__.strip("_"), f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            judge.failure(
+                part.__name__.strip("_"), f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            )
     return judge.lines
 
 
@@ -52,9 +54,12 @@ class _Run:
         @eqx.filter_jit
         def run(model: Transformer):
             arrays, static = eqx.partition(model, eqx.is_array)
-            losses, pull, output = jax.vjp(lambda a: self._losses(eqx.combine(a, static)), arrays, has_aux=True)
-            (gradients,) = jax.vmap(pull)(jnp.eye(len(names), dtype=losses.dtype))
-            return output, [jax.tree.map(lambda g: g[i], gradients) for i in range(len(names))]
+            losses, pull, output = jax.vjp(
+                lambda a: self._losses(eqx.combine(a, static)), arrays, has_aux=True
+            )
+            # a loop, not vmap: the backward pass is compiled once, and ragged_dot has no batching rule
+            (gradients,) = jax.lax.map(pull, jnp.eye(len(names), dtype=losses.dtype))
+            return output, [jax.tree.map(lambda g, i=i: g[i], gradients) for i in range(len(names))]
 
         output, gradients = run(self.model)
         return output, dict(zip(names, gradients, strict=True))
@@ -88,9 +93,13 @@ def _logits(hidden: Float[Array, "B S D"], model: Transformer) -> Float[Array, "
     return jnp.einsum("bsd,dv->bsv", hidden, model.unembed, precision=jax.lax.Precision.HIGHEST)
 
 
-def _cross_entropy(logits: Float[Array, "B S V"], targets: np.ndarray, scored: np.ndarray) -> Float[Array, "B S"]:
+def _cross_entropy(
+    logits: Float[Array, "B S V"], targets: np.ndarray, scored: np.ndarray
+) -> Float[Array, "B S"]:
     """Nats of every target; 0 where nothing is scored. Written out here: the judge trusts no loss of ours."""
-    picked = jnp.take_along_axis(logits, jnp.asarray(np.where(scored, targets, 0))[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(logits, jnp.asarray(np.where(scored, targets, 0))[..., None], axis=-1)[
+        ..., 0
+    ]
     return jnp.where(scored, jax.nn.logsumexp(logits, axis=-1) - picked, 0)
 
 
@@ -155,7 +164,13 @@ def _routing(judge: Judge, case: ModelCase, run: _Run) -> None:
         return
     num_layers = router.logits.shape[0] - run.model.config.num_mtp_layers
     if "router_logits" in expected:
-        judge.close("router_logits", "value", np.asarray(router.logits)[:num_layers], expected["router_logits"], _where(run, num_layers))
+        judge.close(
+            "router_logits",
+            "value",
+            np.asarray(router.logits)[:num_layers],
+            expected["router_logits"],
+            _where(run, num_layers),
+        )
     if "topk_idx" in expected:
         experts, weights = _sorted_choice(router.experts[:num_layers], router.weights[:num_layers])
         where = expected["topk_idx"][..., 0] >= 0
@@ -191,11 +206,15 @@ def _mtp(judge: Judge, case: ModelCase, run: _Run) -> None:
         if f"mtp{k}_logits" in expected:
             judge.close(f"mtp{k}_logits", "value", np.asarray(logits), expected[f"mtp{k}_logits"], real)
         if f"mtp{k}_ce_mask" in expected:
-            judge.equal(f"mtp{k}_ce_mask", (targets != IGNORED).astype(np.int32), expected[f"mtp{k}_ce_mask"], real)
+            judge.equal(
+                f"mtp{k}_ce_mask", (targets != IGNORED).astype(np.int32), expected[f"mtp{k}_ce_mask"], real
+            )
         if f"mtp{k}_ce" in expected:
             judge.close(f"mtp{k}_ce", "value", np.asarray(ce), np.where(scored, expected[f"mtp{k}_ce"], 0))
         if f"mtp{k}_loss" in expected:
-            judge.close(f"mtp{k}_loss", "loss", np.asarray(_mean(ce, scored)).reshape(1), expected[f"mtp{k}_loss"])
+            judge.close(
+                f"mtp{k}_loss", "loss", np.asarray(_mean(ce, scored)).reshape(1), expected[f"mtp{k}_loss"]
+            )
         if f"mtp{k}_topk_idx" in expected:
             _mtp_routing(judge, case, run, k, length, real)
 
@@ -215,7 +234,9 @@ def _mtp_routing(judge: Judge, case: ModelCase, run: _Run, k: int, length: int, 
 def _gradients(judge: Judge, case: ModelCase, run: _Run) -> None:
     summaries = {"main": case.meta.get("grad_summary"), "mtp": case.meta.get("mtp_grad_summary")}
     for loss in ("main", "mtp"):
-        grads = {key.removeprefix(f"{loss}/"): g for key, g in case.grads.items() if key.startswith(f"{loss}/")}
+        grads = {
+            key.removeprefix(f"{loss}/"): g for key, g in case.grads.items() if key.startswith(f"{loss}/")
+        }
         summary = summaries[loss] or {}
         if not grads and not summary:
             continue
@@ -230,7 +251,9 @@ def _gradients(judge: Judge, case: ModelCase, run: _Run) -> None:
                 judge.failure(f"grad {loss}/{key}", "this model has no such tensor")
         for key in sorted(summary):
             if key in ours:
-                judge.add(f"norm+probe {loss}/{key}", "gradient", summary_error(ours[key], tuple(summary[key])))
+                judge.add(
+                    f"norm+probe {loss}/{key}", "gradient", summary_error(ours[key], tuple(summary[key]))
+                )
             else:
                 judge.failure(f"norm+probe {loss}/{key}", "this model has no such tensor")
 

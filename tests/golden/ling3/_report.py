@@ -80,7 +80,9 @@ class Judge:
             difference = difference[where]
         self.add(quantity, kind, difference.max() if difference.size else 0.0)
 
-    def equal(self, quantity: str, ours: np.ndarray, theirs: np.ndarray, where: np.ndarray | None = None) -> None:
+    def equal(
+        self, quantity: str, ours: np.ndarray, theirs: np.ndarray, where: np.ndarray | None = None
+    ) -> None:
         """Number of places that differ."""
         if ours.shape != theirs.shape:
             self.add(quantity, "exact", float("nan"), f"shape {ours.shape}, expected {theirs.shape}")

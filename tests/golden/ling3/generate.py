@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 import torch
+from case_table import BASE, CASES
 from safetensors.torch import save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.bailing_hybrid import configuration_bailing_hybrid as configuration
@@ -27,47 +28,6 @@ class Float64Torch(types.ModuleType):
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
 
-BASE = dict(
-    vocab_size=53, hidden_size=20, intermediate_size=28, moe_intermediate_size=10, num_hidden_layers=4,
-    num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, routed_scaling_factor=2.5, kv_lora_rank=10,
-    q_lora_rank=None, qk_rope_head_dim=4, v_head_dim=8, qk_nope_head_dim=6, n_group=4, topk_group=2,
-    num_experts_per_tok=2, first_k_dense_replace=1, norm_topk_prob=True, rms_norm_eps=1e-6, num_local_experts=8,
-    head_dim=8, short_conv_kernel_size=4, layer_group_size=2, num_mtp_layers=0, max_position_embeddings=512,
-    pad_token_id=None, eos_token_id=1,
-)  # fmt: skip
-
-# name -> (config changes, rows, positions, padding side or None, layout)
-CASES = {
-    "mtp2_hub": (dict(num_mtp_layers=2), 2, 11, None, "hub"),
-    "mtp3_qlora": (dict(num_mtp_layers=3, q_lora_rank=7, n_group=2, topk_group=1), 1, 9, None, "save_pretrained"),
-    "no_groups": (dict(n_group=1, topk_group=1, num_experts_per_tok=3), 2, 9, "right", "hub"),
-    "all_groups_kept": (dict(n_group=4, topk_group=4, num_experts_per_tok=5), 1, 13, None, "save_pretrained"),
-    "group5": (dict(num_hidden_layers=10, layer_group_size=5), 1, 33, "left", "hub"),
-    "group1_all_mla": (dict(num_hidden_layers=3, layer_group_size=1, first_k_dense_replace=0), 2, 7, None, "hub"),
-    "tail_kda": (dict(num_hidden_layers=5, layer_group_size=3), 2, 17, "right", "save_pretrained"),
-    "tail_kda_hub": (dict(num_hidden_layers=3, layer_group_size=2, num_mtp_layers=1), 1, 12, None, "hub"),
-    "tail_mla": (
-        dict(num_hidden_layers=5, layer_group_size=3,
-             layer_types=["linear_attention", "linear_attention", "full_attention", "full_attention", "full_attention"]),
-        2, 17, "left", "hub",
-    ),
-    "only_tail": (dict(num_hidden_layers=2, layer_group_size=4), 1, 5, None, "save_pretrained"),
-    "dense_beyond_group": (dict(num_hidden_layers=6, layer_group_size=3, first_k_dense_replace=4), 1, 8, None, "hub"),
-    "dense_zero": (dict(num_hidden_layers=4, layer_group_size=2, first_k_dense_replace=0), 2, 8, None, "hub"),
-    "all_dense": (dict(first_k_dense_replace=4), 2, 8, None, "save_pretrained"),
-    "conv2_softplus": (dict(short_conv_kernel_size=2, kda_safe_gate=False), 2, 70, None, "hub"),
-    "conv7_one_head": (
-        dict(short_conv_kernel_size=7, num_attention_heads=1, num_key_value_heads=1, kda_lower_bound=-2.0),
-        2, 66, "left", "save_pretrained",
-    ),
-    "shared0": (dict(n_shared_experts=0, num_mtp_layers=1, norm_topk_prob=False), 2, 10, None, "hub"),
-    "shared2_eps": (dict(n_shared_experts=2, rms_norm_eps=1e-4, num_mtp_layers=1), 2, 10, "right", "save_pretrained"),
-    "one_token": (dict(), 2, 1, None, "hub"),
-    "long": (dict(num_hidden_layers=2, rope_theta=10000.0), 1, 200, "right", "hub"),
-    "topk1": (dict(num_experts_per_tok=1, n_group=2, topk_group=1), 2, 9, None, "save_pretrained"),
-}  # fmt: skip
-
-
 def make_case(out, name, changes, rows, length, pad, layout, seed):
     """One case folder; the expected numbers, and the gradient of every parameter."""
     torch.manual_seed(seed)
@@ -76,12 +36,20 @@ def make_case(out, name, changes, rows, length, pad, layout, seed):
     num_mtp = config.num_mtp_layers
     model = modeling.BailingHybridForCausalLM(config).eval()
     mtp_config = configuration.BailingHybridConfig(
-        **(BASE | changes | dict(layer_types=["full_attention"] * max(num_mtp, 1), num_hidden_layers=max(num_mtp, 1),
-                                 mlp_layer_types=["sparse"] * max(num_mtp, 1)))
-    )  # fmt: skip
+        **(
+            BASE
+            | changes
+            | {
+                "layer_types": ["full_attention"] * max(num_mtp, 1),
+                "num_hidden_layers": max(num_mtp, 1),
+                "mlp_layer_types": ["sparse"] * max(num_mtp, 1),
+            }
+        )
+    )
     mtp_config._attn_implementation = mtp_config._experts_implementation = "eager"
     mtp = torch.nn.ModuleList(
-        MtpLayer(mtp_config, modeling.BailingHybridDecoderLayer, modeling.BailingHybridRMSNorm, k) for k in range(num_mtp)
+        MtpLayer(mtp_config, modeling.BailingHybridDecoderLayer, modeling.BailingHybridRMSNorm, k)
+        for k in range(num_mtp)
     )
     for module in (model, mtp):
         for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -118,13 +86,16 @@ def randomize(key, tensor):
         elif "inv_freq" not in key and tensor.numel():
             fan_in = tensor.shape[-1] if "embed" not in key else 1
             tensor.copy_(torch.randn_like(tensor) / fan_in**0.5)
+        tensor.copy_(tensor.to(torch.float32))  # what is stored is exact
 
 
 def run(model, mtp, ids, mask, labels):
     """Expected tensors and the two losses (main, sum over depths)."""
     rows, length = ids.shape
     pad = mask == 0
-    output = model(ids, attention_mask=mask, output_hidden_states=True, output_router_logits=True, use_cache=False)
+    output = model(
+        ids, attention_mask=mask, output_hidden_states=True, output_router_logits=True, use_cache=False
+    )
     expected = {"logits": output.logits.masked_fill(pad[..., None], 0)}
     expected["last_hidden"] = output.hidden_states[-1].masked_fill(pad[..., None], 0)
     expected["hidden_states"] = torch.stack([h.masked_fill(pad[..., None], 0) for h in output.hidden_states])
@@ -132,8 +103,13 @@ def run(model, mtp, ids, mask, labels):
     expected |= {"ce": ce, "ce_mask": ce_mask, "loss": loss.reshape(1)}
     moe = [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, modeling.BailingHybridMoE)]
     if moe:
-        stacked = [route(m.gate, logits, (rows, length), pad) for m, logits in zip(moe, output.router_logits, strict=True)]
-        for key, parts in zip(("router_logits", "topk_idx", "topk_weights"), zip(*stacked, strict=True), strict=True):
+        stacked = [
+            route(m.gate, logits, (rows, length), pad)
+            for m, logits in zip(moe, output.router_logits, strict=True)
+        ]
+        for key, parts in zip(
+            ("router_logits", "topk_idx", "topk_weights"), zip(*stacked, strict=True), strict=True
+        ):
             expected[key] = torch.stack(parts)
     hidden = output.hidden_states[-1]
     mtp_losses = []
@@ -143,7 +119,9 @@ def run(model, mtp, ids, mask, labels):
         embeds = model.model.embed_tokens(ids[:, k + 1 :])
         causal = torch.full((keep, keep), float("-inf"), dtype=torch.float64).triu(1)
         hidden_mask = causal[None, None] + torch.zeros(rows, 1, 1, 1, dtype=torch.float64)
-        hidden_mask = hidden_mask.masked_fill((pad[:, None, None, :keep]) & ~torch.eye(keep, dtype=torch.bool), float("-inf"))
+        hidden_mask = hidden_mask.masked_fill(
+            (pad[:, None, None, :keep]) & ~torch.eye(keep, dtype=torch.bool), float("-inf")
+        )
         positions = torch.arange(keep)[None]
         rotary = model.model.rotary_emb(hidden, positions)
         seen = []
@@ -158,9 +136,13 @@ def run(model, mtp, ids, mask, labels):
         mtp_losses.append(loss)
         _, index, weights = route(layer.mtp_block.mlp.gate, seen[0][0], (rows, keep), bad)
         expected |= {
-            f"mtp{k}_logits": logits.masked_fill(bad[..., None], 0), f"mtp{k}_ce": ce * ce_mask, f"mtp{k}_ce_mask": ce_mask,
-            f"mtp{k}_loss": loss.reshape(1), f"mtp{k}_topk_idx": index, f"mtp{k}_topk_weights": weights,
-        }  # fmt: skip
+            f"mtp{k}_logits": logits.masked_fill(bad[..., None], 0),
+            f"mtp{k}_ce": ce * ce_mask,
+            f"mtp{k}_ce_mask": ce_mask,
+            f"mtp{k}_loss": loss.reshape(1),
+            f"mtp{k}_topk_idx": index,
+            f"mtp{k}_topk_weights": weights,
+        }
     return expected, (expected["loss"].sum(), sum(mtp_losses) if mtp_losses else None)
 
 
@@ -171,7 +153,9 @@ def score(logits, labels, shift):
     source = labels[:, shift : shift + width]
     target[:, : source.shape[1]] = source
     ce_mask = (target != -100).int()
-    ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
+    ce = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100
+    )
     ce = ce.reshape(target.shape)
     return ce, ce_mask, ce.sum() / ce_mask.sum().clamp_min(1)
 
@@ -245,8 +229,12 @@ def write(folder, config, model, mtp, ids, mask, labels, expected, losses, layou
     raw = json.loads(config.to_json_string(use_diff=False))
     raw["architectures"] = ["BailingHybridForCausalLM"]
     if layout == "hub":
-        for new, old in (("max_position_embeddings", "model_max_length"), ("norm_topk_prob", "moe_renormalize"),
-                         ("n_group", "num_expert_group"), ("num_experts_per_tok", "num_experts_per_token")):  # fmt: skip
+        for new, old in (
+            ("max_position_embeddings", "model_max_length"),
+            ("norm_topk_prob", "moe_renormalize"),
+            ("n_group", "num_expert_group"),
+            ("num_experts_per_tok", "num_experts_per_token"),
+        ):
             raw[new] = raw.pop(old)
         raw["head_dim"] = raw.pop("linear_head_dim")
         raw["rope_scaling"] = raw.pop("rope_parameters") and None
@@ -254,11 +242,19 @@ def write(folder, config, model, mtp, ids, mask, labels, expected, losses, layou
             raw.pop(key)
     (folder / "config.json").write_text(json.dumps(raw, indent=1, sort_keys=True))
     weights = checkpoint_tensors(model, mtp, num_layers, layout, lambda p: p.detach().to(torch.float32))
-    save_file({k: v.contiguous().clone() for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     save_file(
-        {"input_ids": ids.int(), "attention_mask": mask.int(), "labels": labels.int()}, folder / "inputs.safetensors"
+        {k: v.contiguous().clone() for k, v in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
-    stored = {k: (v.detach().double() if v.is_floating_point() else v.int()).contiguous() for k, v in expected.items()}
+    save_file(
+        {"input_ids": ids.int(), "attention_mask": mask.int(), "labels": labels.int()},
+        folder / "inputs.safetensors",
+    )
+    stored = {
+        k: (v.detach().double() if v.is_floating_point() else v.int()).contiguous()
+        for k, v in expected.items()
+    }
     save_file(stored, folder / "expected.safetensors")
     grads, summaries = {}, {}
     for prefix, loss in zip(("main", "mtp"), losses, strict=True):
@@ -275,11 +271,16 @@ def write(folder, config, model, mtp, ids, mask, labels, expected, losses, layou
                 summary[key] = [float(f"{flat.norm():.13g}"), float(f"{(flat * probe).sum():.13g}")]
         summaries[prefix] = summary
     save_file(grads, folder / "grads.safetensors")
-    meta = dict(
-        name=name, seed=seed, layout=layout, layer_types=config.layer_types, num_mtp_layers=config.num_mtp_layers,
-        grad_summary=summaries["main"], mtp_grad_summary=summaries["mtp"],
-        made_with={"torch": torch.__version__},
-    )  # fmt: skip
+    meta = {
+        "name": name,
+        "seed": seed,
+        "layout": layout,
+        "layer_types": config.layer_types,
+        "num_mtp_layers": config.num_mtp_layers,
+        "grad_summary": summaries["main"],
+        "mtp_grad_summary": summaries["mtp"],
+        "made_with": {"torch": torch.__version__},
+    }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 

@@ -1,0 +1,145 @@
+"""Typed access to a parsed `config.json` that collects every problem instead of stopping at the first."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# canonical name -> the other spellings of the same number
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_position_embeddings": ("model_max_length",),
+    "norm_topk_prob": ("moe_renormalize",),
+    "n_group": ("num_expert_group",),
+    "num_experts_per_tok": ("num_experts_per_token",),
+    "num_experts": ("num_local_experts",),
+    "num_shared_experts": ("n_shared_experts",),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
+    "short_conv_kernel_size": ("linear_conv_kernel_dim",),
+}
+# fields with one supported value: a file that says otherwise describes a model that we would compute wrongly
+FIXED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "use_mla_nope": False,
+    "use_kda_lora": False,
+    "no_kda_lora": True,
+    "mtp_use_kda": False,
+    "value_norm": False,
+    "up_proj_norm": False,
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "tie_word_embeddings": False,
+    "quantization_config": None,
+}
+
+
+class Fields:
+    """Typed access to a raw dict that collects problems instead of stopping at the first."""
+
+    def __init__(self, raw: Mapping[str, object]):
+        self.raw = raw
+        self.problems: list[str] = []
+
+    def get(self, name: str) -> object:
+        """The value under any of its spellings; None when absent."""
+        found = {alias: self.raw[alias] for alias in (name, *ALIASES.get(name, ())) if alias in self.raw}
+        if len({repr(value) for value in found.values()}) > 1:
+            self.problems.append(f"spellings of one field must agree, got {found}; remove the wrong one")
+        return next(iter(found.values()), None)
+
+    def integer(self, name: str, *, default: int | None = None, least: int = 0) -> int:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.problems.append(f"{name} must be a whole number of at least {least}, got {value!r}")
+            return max(least, 1)
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.integer(name)
+
+    def number(self, name: str, *, default: float) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.problems.append(f"{name} must be a number, got {value!r}")
+            return default
+        return float(value)
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problems.append(f"{name} must be true or false, got {value!r}")
+            return default
+        return value
+
+    def token_ids(self, name: str) -> int | tuple[int, ...] | None:
+        value = self.get(name)
+        if isinstance(value, list) and all(isinstance(item, int) for item in value):
+            return tuple(value)
+        return self.optional_integer(name)
+
+    def limits(self, name: str) -> tuple[float | None, ...] | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(
+            item is None or isinstance(item, int | float) for item in value
+        ):
+            self.problems.append(f"{name} must be a list of numbers and nulls, one a layer, got {value!r}")
+            return None
+        return tuple(float(item) if item else None for item in value)  # 0 and null both mean "no limit"
+
+    def kinds(self, name: str, num_layers: int, allowed: tuple[str, ...]) -> tuple[Any, ...] | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list)
+            or len(value) != num_layers
+            or not all(item in allowed for item in value)
+        ):
+            self.problems.append(f"{name} must hold {num_layers} of {allowed}, got {value!r}")
+            return None
+        return tuple(value)
+
+    def rope_theta(self) -> float:
+        parameters = self.get("rope_parameters")
+        scaling = self.get("rope_scaling")
+        for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+            kind = (
+                value.get("rope_type", value.get("type", "default")) if isinstance(value, dict) else "default"
+            )
+            if kind != "default":
+                self.problems.append(
+                    f"{name}: rope_type must be 'default', got {kind!r}; position scaling is not computed"
+                )
+        if isinstance(parameters, dict) and "rope_theta" in parameters:
+            theta = parameters["rope_theta"]
+            if isinstance(theta, int | float) and not isinstance(theta, bool):
+                return float(theta)
+            self.problems.append(f"rope_parameters.rope_theta must be a number, got {theta!r}")
+        return self.number("rope_theta", default=6_000_000.0)
+
+    def check_fixed(self) -> None:
+        for name, wanted in FIXED.items():
+            if name in self.raw and self.raw[name] is not None and self.raw[name] != wanted:
+                self.problems.append(
+                    f"{name} must be {wanted!r}, got {self.raw[name]!r}; this model does not compute it"
+                )
+
+    def check_heads(self, num_heads: int) -> None:
+        for name in ("num_key_value_heads", "linear_num_heads"):
+            value = self.raw.get(name)
+            if value is not None and value != num_heads:
+                self.problems.append(f"{name} must equal num_attention_heads={num_heads}, got {value!r}")
