@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from eqx_loss import LoadBalanceScope, LossLogs, LossSemantics, Objective
 from model import ModelConfig, param_specs, qk_clip
 
-from ._examples import Batch, cut_micro_steps, make_examples, micro_step_partitions
+from ._examples import Batch, Examples, cut_micro_steps, make_examples, micro_step_partitions
 from ._gradient import GradientPlan, batch_assignments, batch_gradient
 from ._layout import GradientLayout
 from ._mesh import ROW_AXES
@@ -112,7 +112,7 @@ def make_train_step(
 
     def train_step(batch: Batch, state: TrainState) -> tuple[TrainState, StepOutput]:
         check_rows(batch.tokens.shape[0], semantics, mesh, gradient_accumulation_steps)
-        micro_steps = _micro_steps(batch, model_config, semantics, mesh, gradient_accumulation_steps)
+        micro_steps = micro_steps_of(batch, plan, semantics, model_config, gradient_accumulation_steps)
         counts = None
         if _needs_assignments(semantics) and gradient_accumulation_steps > 1:
             counts = batch_assignments(plan, state.model, micro_steps)
@@ -179,6 +179,23 @@ def make_gradient_plan(
     )
 
 
+def micro_steps_of(
+    batch: Batch,
+    plan: GradientPlan,
+    semantics: LossSemantics,
+    model_config: ModelConfig,
+    num_micro_steps: int,
+) -> Examples:
+    """`batch` with targets and weights, cut into micro-steps and over the devices."""
+    examples = make_examples(batch, semantics, model_config.num_mtp_layers)
+    micro_steps = cut_micro_steps(examples, num_micro_steps)
+    return jax.tree.map(
+        lambda x, p: jax.lax.with_sharding_constraint(x, NamedSharding(plan.layout.mesh, p)),
+        micro_steps,
+        micro_step_partitions(micro_steps),
+    )
+
+
 def check_rows(num_rows: int, semantics: LossSemantics, mesh: Mesh, num_micro_steps: int) -> None:
     """Refuses a number of rows that the micro-steps and the mesh do not cut into whole micro-batches.
 
@@ -203,18 +220,6 @@ def check_rows(num_rows: int, semantics: LossSemantics, mesh: Mesh, num_micro_st
             f" on one device, which holds {rows} rows of a micro-step; use load_balance_scope=sequence or"
             " more rows"
         )
-
-
-def _micro_steps(
-    batch: Batch, model_config: ModelConfig, semantics: LossSemantics, mesh: Mesh, num_micro_steps: int
-) -> PyTree:
-    examples = make_examples(batch, semantics, model_config.num_mtp_layers)
-    micro_steps = cut_micro_steps(examples, num_micro_steps)
-    return jax.tree.map(
-        lambda x, p: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, p)),
-        micro_steps,
-        micro_step_partitions(micro_steps),
-    )
 
 
 def _needs_assignments(semantics: LossSemantics) -> bool:
