@@ -97,16 +97,24 @@ def decayed_products(
         levels: Log-decays of `gate_sums`.
     """
     base = min(q.shape[-2], BASE_SIZE)
-    num_masked = base.bit_length() - 1
-    erase, attend = _base_products(q, k, levels[:num_masked], base)
-    half = base
-    for level in levels[num_masked:]:
+    count = q.shape[-2] // base
+    diagonal = jnp.sum(q * k, axis=-1).reshape(*q.shape[:-2], count, base)
+    erase = jnp.zeros(())
+    attend = jnp.where(jnp.eye(base, dtype=bool), diagonal[..., None], 0)
+    half = 1
+    for level in levels:
         decay = jnp.exp(level)
         (_, q_right), (k_left, k_right) = _halves(q * decay, half), _halves(k * decay, half)
-        products = _product("...xk,...yk->...xy", jnp.concatenate([k_right, q_right], axis=-2), k_left)
-        erase = _grow(erase, products[..., :half, :])
-        attend = _grow(attend, products[..., half:, :])
+        products = _pairs(jnp.concatenate([k_right, q_right], axis=-2), k_left)
+        if half < base:
+            erase = erase + _place(products[..., :half, :], base)
+            attend = attend + _place(products[..., half:, :], base)
+        else:
+            erase = _grow(erase, products[..., :half, :])
+            attend = _grow(attend, products[..., half:, :])
         half *= 2
+    if not levels:
+        erase = jnp.zeros_like(attend)
     return erase[..., 0, :, :], attend[..., 0, :, :]
 
 
@@ -156,19 +164,19 @@ def _solve_bwd(residuals, d_u):
 solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
 
 
-def _base_products(q, k, levels, base):
-    """`decayed_products` within blocks of `base` positions, which are the third axis from the end."""
-    *batch, size, dim = q.shape
-    # The level without decay is for the diagonal of the product of q and k.
-    decay = jnp.exp(jnp.stack([jnp.zeros_like(q), *levels], axis=-3))
-    shape = (*batch, len(levels) + 1, size // base, base, dim)
-    k_rows = (k[..., None, :, :] * decay).reshape(shape)
-    q_rows = (q[..., None, :, :] * decay).reshape(shape)
-    products = _product("...xk,...yk->...xy", jnp.concatenate([k_rows, q_rows], axis=-2), k_rows)
-    masks = jnp.stack([jnp.eye(base, dtype=bool), *(_straddles(base, 1 << i) for i in range(len(levels)))])
-    erase = jnp.where(masks[1:, None], products[..., 1:, :, :base, :], 0).sum(axis=-4)
-    attend = jnp.where(masks[:, None], products[..., base:, :], 0).sum(axis=-4)
-    return erase, attend
+def _pairs(rows, columns):
+    """Products of rows [n, 2h, K] and columns [n, h, K]."""
+    if columns.shape[-2] < 4:
+        return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
+    return _product("...xk,...yk->...xy", rows, columns)
+
+
+def _place(products, base):
+    """Blocks of `base` rows with the products [n, h, h] of blocks of 2h at their rows and columns, 0 elsewhere."""
+    *batch, count, half, _ = products.shape
+    both = jnp.stack([jnp.zeros_like(products), products], axis=-3)
+    wide = jnp.tile(both.reshape(*batch, -1, base, half), base // half)
+    return jnp.where(_straddles(base, half), wide, 0)
 
 
 def _straddles(size: int, half: int) -> Bool[Array, "X X"]:
