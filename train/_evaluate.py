@@ -103,7 +103,7 @@ def evaluation_row(batches: Iterable[EvaluationSums]) -> dict[str, float]:
 
 def _targets(
     batch: Batch, num_mtp_layers: int, roll: bool
-) -> tuple[Int[Array, "M+1 B S"], Bool[Array, "M+1 B S"]]:
+) -> tuple[Int[Array, "heads B S"], Bool[Array, "heads B S"]]:
     """Targets and masks of the main head and of every depth."""
     shifted = [
         shift_targets(
@@ -117,7 +117,7 @@ def _targets(
 
 def _predict(
     plan: GradientPlan, model: Transformer, batch: Batch, targets: Array, masks: Array
-) -> tuple[Float[Array, "M+1 B S"], Int[Array, "M+1 B S"]]:
+) -> tuple[Float[Array, "heads B S"], Int[Array, "heads B S"]]:
     """Cross-entropy and most likely token of every head, for the rows and positions of one device."""
     facts = model(
         batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions, parallel=plan.parallel

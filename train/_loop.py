@@ -7,7 +7,7 @@ import math
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,12 @@ class RunResult:
 
 
 def train(
-    config: Config, *, console: Console, is_fresh: bool = False, is_forced: bool = False
+    config: Config,
+    *,
+    console: Console,
+    is_fresh: bool = False,
+    is_forced: bool = False,
+    devices: Sequence[jax.Device] | None = None,
 ) -> RunResult:
     """Trains as `config` says, from the newest checkpoint of its run folder if there is one.
 
@@ -65,6 +70,7 @@ def train(
         console: Where progress is shown.
         is_fresh: True first deletes what the run folder holds.
         is_forced: True continues although configuration or data are not those of the checkpoint.
+        devices: Where to train; None is all devices of all processes.
     Raises:
         ConfigError: The data, the devices or an earlier run in the folder do not suit the configuration.
         RunFolderError: The folder cannot be used.
@@ -74,7 +80,7 @@ def train(
     folder = Path(config.run.folder or "runs/run")
     try:
         dataset = load_dataset(config.data, config.batch.num_positions)
-        program = make_program(config, dataset)
+        program = make_program(config, dataset, devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with RunFolder(folder, is_fresh=is_fresh) as run_folder:

@@ -65,7 +65,7 @@ class Interval:
         )
         # float64: the sum does not depend on where an interruption cut it, and counts stay exact.
         new = [np.asarray(leaf, dtype=np.float64) for leaf in jax.tree.leaves(sums)]
-        total = [a + b for a, b in zip(self.leaves, new, strict=True)] if self.leaves else new
+        total = [np.asarray(a + b) for a, b in zip(self.leaves, new, strict=True)] if self.leaves else new
         return Interval(
             num_steps=self.num_steps + 1, leaves=tuple(total), learning_rate=float(output.learning_rate)
         )

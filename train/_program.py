@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,13 +121,15 @@ class Program:
         return self._put(rows, self._num_rows)
 
 
-def make_program(config: Config, dataset: Dataset) -> Program:
-    """The program of a run on all devices.
+def make_program(
+    config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None
+) -> Program:
+    """The program of a run on `devices`; None is all devices of all processes.
 
     Raises:
         ValueError: The mesh does not fit the devices or does not divide the work.
     """
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, devices=devices)
     check_mesh(mesh, mesh_work(config))
     check_rows(config.batch.num_rows, config.loss, mesh, config.batch.gradient_accumulation_steps)
     optimizer = make_optimizer(config.optimizer, config.model)

@@ -9,12 +9,12 @@ from rich.table import Table
 from ._metrics import METRICS_FILE, PERF_FILE, read_rows
 
 REPORT_FILE = "report.png"
-# (metric, title, label of the axis)
+# (metric, title, label of the axis, format in the table)
 _PANELS = (
-    ("learning/objective", "objective", "nats"),
-    ("learning/lm_loss", "lm loss", "nats per token"),
-    ("learning/raw_mtp_loss", "MTP loss", "nats per token"),
-    ("learning/lm_estimator_gap", "estimator gap of lm: sample mean - token mean", "nats per token"),
+    ("learning/objective", "objective", "nats", ".4f"),
+    ("learning/lm_loss", "lm loss", "nats per token", ".4f"),
+    ("learning/raw_mtp_loss", "MTP loss", "nats per token", ".4f"),
+    ("learning/lm_estimator_gap", "estimator gap of lm: sample mean - token mean", "nats per token", ".1e"),
 )
 _VALIDATION = {"learning/lm_loss": "eval/lm_loss", "learning/raw_mtp_loss": "eval/raw_mtp_loss"}
 
@@ -37,7 +37,7 @@ def draw_report(folder: Path) -> Path:
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(folder.name)
-    for axes, (name, title, unit) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+    for axes, (name, title, unit, _) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
         steps, values = _series(rows, name)
         axes.plot(steps, values, linewidth=1.2, label="train")
         if name in _VALIDATION:
@@ -68,8 +68,8 @@ def summary_table(folder: Path) -> Table:
     table.add_column("metric")
     table.add_column(f"step {first['step']}", justify="right")
     table.add_column(f"step {last['step']}", justify="right")
-    for name, title, _ in _PANELS:
-        table.add_row(title, f"{first[name]:.4f}", f"{last[name]:.4f}")
+    for name, title, _, style in _PANELS:
+        table.add_row(title, format(first[name], style), format(last[name], style))
     for name, title, style in (
         ("eval/lm_loss", "validation lm loss", ".4f"),
         ("eval/bits_per_byte", "validation bits per byte", ".4f"),
