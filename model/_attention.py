@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._blockwise import blockwise_attention, max_attention_logits
+from ._parallel_positions import all_heads, is_cut, repeat_heads, to_heads, to_positions, whole_rows
 from ._rows import Rows
 from ._splash import splash_attention, splash_supports
 
@@ -32,11 +33,22 @@ def causal_attention(
         record_max_logits: Also return the largest scaled logit of each head over the pairs that count (padding
             does not; -inf when there is none). No gradient.
     """
+    if is_cut(rows):
+        q, k, v = (
+            to_heads(q, rows),
+            to_heads(repeat_heads(k, rows), rows),
+            to_heads(repeat_heads(v, rows), rows),
+        )
+        out, top = causal_attention(
+            q, k, v, whole_rows(rows), scale=scale, record_max_logits=record_max_logits
+        )
+        return to_positions(out, rows), all_heads(top, rows)
     batch, length, num_heads, _ = q.shape
     q = q * jnp.asarray(scale, dtype=q.dtype)
     grouped = jnp.reshape(q, (batch, length, k.shape[2], num_heads // k.shape[2], -1))
     axes = rows.axes
-    if axes is not None and axes.platform == "tpu" and splash_supports(length):
+    platform = rows.parallel.platform if rows.parallel else axes.platform if axes else None
+    if platform == "tpu" and splash_supports(length):
         out = splash_attention(q, k, v, rows.segment_ids, axes)
         top = max_attention_logits(grouped, k, rows.segment_ids) if record_max_logits else None
     else:

@@ -13,6 +13,7 @@ from ._conv import causal_conv1d
 from ._kda import kda_chunked, l2_normalize
 from ._linear import init_normal, project
 from ._norm import rms_norm
+from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
 from ._param import matrix, param
 from ._precision import widen
 from ._rows import Rows
@@ -40,19 +41,19 @@ class Kda(eqx.Module):
     def __call__(self, x: Float[Array, "B S D"], rows: Rows) -> Float[Array, "B S D"]:
         """The layer on whole rows; every document starts with an empty state."""
         axes = rows.axes
-        raw = [constrain(y, "B S H K", axes) for y in self.raw_queries_keys_values(x)]
+        raw = [to_heads(constrain(y, "B S H K", axes), rows) for y in self.raw_queries_keys_values(x)]
+        segment_ids = whole_rows(rows).segment_ids
         mixed = [
             jnp.reshape(
-                causal_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), rows.segment_ids),
+                causal_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), segment_ids),
                 y.shape,
             )
-            for y, weight in zip(raw, self.conv_weights)
+            for y, weight in zip(raw, (own_heads(weight, rows) for weight in self.conv_weights))
         ]
         q, k, v = self.activate(*mixed)
-        heads, _ = kda_chunked(
-            q, k, v, self.log_decay(x), self.write_strength(x), segment_ids=rows.segment_ids
-        )
-        return self.project_out(constrain(heads, "B S H K", axes), x)
+        decay, strength = to_heads(self.log_decay(x), rows), to_heads(self.write_strength(x), rows)
+        heads, _ = kda_chunked(q, k, v, decay, strength, segment_ids=segment_ids)
+        return self.project_out(constrain(to_positions(heads, rows), "B S H K", axes), x)
 
     @property
     def conv_weights(self) -> tuple[Float[Array, "H K W"], Float[Array, "H K W"], Float[Array, "H K W"]]:

@@ -11,6 +11,7 @@ from ._gqa import partial_rope
 from ._lightning import lightning_chunked
 from ._linear import init_normal, project
 from ._norm import rms_norm
+from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
 from ._param import matrix, param
 from ._precision import widen
 from ._rows import Rows
@@ -36,8 +37,11 @@ class Lightning(eqx.Module):
     ) -> Float[Array, "B S D"]:
         """The layer on whole rows; every document starts with an empty state. `slopes` are the decay rates."""
         q, k, v = self.queries_keys_values(x, rows)
-        heads, _ = lightning_chunked(q, k, v, slopes, segment_ids=rows.segment_ids)
-        return self.project_out(constrain(heads, "B S H K", rows.axes), x)
+        q, k, v = (to_heads(y, rows) for y in (q, k, v))
+        heads, _ = lightning_chunked(
+            q, k, v, own_heads(slopes, rows), segment_ids=whole_rows(rows).segment_ids
+        )
+        return self.project_out(constrain(to_positions(heads, rows), "B S H K", rows.axes), x)
 
     def queries_keys_values(
         self, x: Float[Array, "B S D"], rows: Rows

@@ -12,6 +12,8 @@ from ._constants import LayerConstants
 from ._ffn import SwiGlu, init_swiglu, swiglu
 from ._grouped import grouped_matmul
 from ._linear import init_normal
+from ._parallel import Parallel
+from ._parallel_experts import Copies, buffer_rows, run_across
 from ._param import matrix
 from ._router import Router, RouterFacts, init_router, router_facts
 from ._rows import Rows
@@ -42,7 +44,8 @@ class Moe(eqx.Module):
         tokens = jnp.reshape(x, (batch * length, width))
         chosen = jnp.reshape(routing.experts, (batch * length, -1))
         weights = jnp.reshape(routing.weights, chosen.shape)
-        y = jnp.reshape(run_experts(self.experts, tokens, chosen, weights, constants.routed_limit), x.shape)
+        y = run_experts(self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel)
+        y = jnp.reshape(y, x.shape)
         if self.shared is not None:
             y = y + self.shared(x, rows.axes, constants.shared_limit)
         return y, router_facts(routing, rows.router_mask)
@@ -54,6 +57,7 @@ def run_experts(
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
     limit: Float[Array, ""] | None = None,
+    parallel: Parallel | None = None,
 ) -> Float[Array, "T D"]:
     """Each token's weighted sum over its chosen experts.
 
@@ -66,19 +70,34 @@ def run_experts(
         chosen: Experts of each token, all different.
         weights: Their factors.
         limit: SwiGLU clamp.
+        parallel: With an expert axis, `experts` are those of this device and tokens travel to theirs.
     """
-    num_experts, dtype = experts.gate.shape[0], tokens.dtype
-    order = jnp.argsort(jnp.reshape(chosen, chosen.size), stable=True)
+    is_cut = parallel is not None and parallel.expert_axis is not None
+    num_local, num_chosen = experts.gate.shape[0], chosen.shape[1]
+    num_experts = num_local * (parallel.size(parallel.expert_axis) if is_cut else 1)
+    flat = jnp.reshape(chosen, chosen.size)
+    order = jnp.argsort(flat, stable=True)
     inverse = jnp.argsort(order)
-    group_sizes = jnp.bincount(jnp.reshape(chosen, chosen.size), length=num_experts).astype(jnp.int32)
-    x = _spread(tokens, order, inverse, chosen.shape[1])
-    gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
-    up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
-    sorted_weights = jnp.reshape(weights, chosen.size)[order]
-    hidden = (swiglu(gate, up, limit) * sorted_weights[:, None]).astype(dtype)
-    return _collect(
-        grouped_matmul(hidden, experts.down.astype(dtype), group_sizes), order, inverse, chosen.shape[1]
+    copies = Copies(
+        rows=_spread(tokens, order, inverse, num_chosen),
+        weights=jnp.reshape(weights, chosen.size)[order],
+        experts=flat[order],
+        group_sizes=jnp.bincount(flat, length=num_experts).astype(jnp.int32),
     )
+
+    def products(x: Array, weights: Array, group_sizes: Array) -> Array:
+        dtype = x.dtype
+        gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
+        up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
+        hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(dtype)
+        return grouped_matmul(hidden, experts.down.astype(dtype), group_sizes)
+
+    if is_cut:
+        capacity = buffer_rows(tokens.shape[0], num_chosen, num_local)
+        done = run_across(copies, capacity, products, parallel)
+    else:
+        done = products(copies.rows, copies.weights, copies.group_sizes)
+    return _collect(done, order, inverse, num_chosen)
 
 
 # `_spread` and `_collect` are each other's transposes. Both are gathers: left alone, the gradient of a gather is a

@@ -39,6 +39,7 @@ class Parallel:
         sizes: Size of each named axis.
         gather_dtype: Dtype in which matrices travel.
         reduce_dtype: Dtype in which their gradients are added over devices.
+        platform: Platform of the devices.
     """
 
     fsdp_axes: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class Parallel:
     sizes: tuple[tuple[str, int], ...] = ()
     gather_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    platform: str = "cpu"
 
     def size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 for None."""

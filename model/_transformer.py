@@ -16,6 +16,7 @@ from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
 from ._output import ModelOutput, stack_facts, without_details
 from ._parallel import Parallel, keep_cut, looked_up, whole_field
+from ._parallel_positions import with_following
 from ._param import param
 from ._rows import Rows, make_rows
 
@@ -141,9 +142,12 @@ class Transformer(eqx.Module):
         checkpointed = _checkpoint_policy(self.config.remat, rows.parallel)
         outputs, facts = [], []
         for depth, block in enumerate(self.mtp, start=1):
-            embedded = self.embed_tokens(
-                tokens_ahead(tokens, rows.segment_ids, depth), rows.axes, rows.parallel
-            )
+            ahead = tokens_ahead(
+                with_following(tokens, depth, rows.parallel),
+                with_following(rows.segment_ids, depth, rows.parallel),
+                depth,
+            )[:, : tokens.shape[1]]
+            embedded = self.embed_tokens(ahead, rows.axes, rows.parallel)
             hidden, fact = checkpointed(MtpBlock.__call__)(block, embedded, hidden, rows)
             outputs.append(hidden)
             facts.append(keep(fact))

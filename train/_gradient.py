@@ -1,10 +1,9 @@
 """Gradient and logs of a global batch: every device adds up its own rows, then all devices add up once."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -41,7 +40,7 @@ class Totals(NamedTuple):
     max_logits: Float[Array, "N H"] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientPlan:
     """How the gradient of a model is computed on a mesh.
 
@@ -231,10 +230,10 @@ def _own_groups(plan: GradientPlan, weights: LossWeights) -> LossWeights:
         return weights
     is_first = jax.lax.axis_index(plan.parallel.context_axis) == 0
 
-    def where(w: LossWeights) -> tuple[Array, ...]:
-        return (w.lm_groups, w.mtp_groups, w.router_groups, w.load_balance_groups)
-
-    return eqx.tree_at(where, weights, tuple(jnp.where(is_first, x, 0) for x in where(weights)))
+    names = ("lm_groups", "mtp_groups", "router_groups", "load_balance_groups")
+    return dataclasses.replace(
+        weights, **{name: jnp.where(is_first, getattr(weights, name), 0) for name in names}
+    )
 
 
 def _sum_positions(plan: GradientPlan, counts: Int[Array, "L B E"]) -> Int[Array, "L B E"]:

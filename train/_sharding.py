@@ -27,6 +27,7 @@ def make_parallel(mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype) -> Pa
         sizes=tuple(wide.items()),
         gather_dtype=gather_dtype,
         reduce_dtype=reduce_dtype,
+        platform=mesh.devices.flat[0].platform,
     )
 
 
