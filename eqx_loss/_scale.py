@@ -113,8 +113,8 @@ def scale_for(
     reductions: Reductions,
     local_loss: LocalLoss = "weighted_sum",
     *,
-    num_tokens: float | None = None,
-    local_num_tokens: float | None = None,
+    num_tokens: int | float | None = None,
+    local_num_tokens: int | float | None = None,
 ) -> float:
     """Factor of a local loss such that the reduced gradient is that of the global objective.
 
@@ -152,7 +152,9 @@ def scale_for(
     return divisor * share / total if total else 0.0
 
 
-def _count(value: float | None, name: str) -> float:
+def _count(value: int | float | None, name: str) -> float:
     if value is None or value < 0:
-        raise ValueError(f"{name} must be a count >= 0 for this local loss, got {value}; sum it over all ranks")
+        raise ValueError(
+            f"{name} must be a count >= 0 for this local loss, got {value}; sum it over all ranks"
+        )
     return float(value)

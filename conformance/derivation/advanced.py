@@ -74,7 +74,7 @@ def _weighting():
     weighted = (weights * losses).sum()
     domain_losses = np.array([2.0, 3.0, 1.0, 4.0, 2.5, 1.5, 5.0, 3.5])
     domains = np.array([0, 0, 0, 1, 1, 2, 2, 2])
-    sampling, objective = np.array([0.5, 0.25, 0.25]), np.array([0.4, 0.4, 0.2])
+    sampling, objective = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     counts = np.bincount(domains)
     means = np.bincount(domains, domain_losses) / counts
     token_loss = np.array(

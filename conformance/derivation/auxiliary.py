@@ -75,8 +75,7 @@ def _objectives(right, mtp):
 def _mtp():
     one = _mtp_batch(201, [6, 3, 1, 5], 6, 1)
     two = _mtp_batch(211, [6, 4, 2], 6, 2)
-    empty = _mtp_batch(221, [5, 2, 4], 5, 1)
-    empty = (*empty[:2], empty[2], empty[3] * (np.arange(3) != 1)[None, :, None])
+    empty = _mtp_batch(221, [5, 1, 4], 5, 1)
     rows = [[[0]], [[1]], [[2]], [[3]]]
     masked = _mtp_batch(231, [3, 5], 6, 1)
     masked = (*masked[:2], np.where(masked[3] > 0, masked[2], 60.0), masked[3])
