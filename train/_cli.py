@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result.signal is None:
         return 0
     command = " ".join(["python -m train", str(options.config), *options.overrides])
-    console.print(_stop_text(result.signal, result.step, config.run.num_steps, command), highlight=False, soft_wrap=True)
+    # Kept free of line breaks and colours: the last line is a command to copy.
+    print(_stop_text(result.signal, result.step, config.run.num_steps, command))
     return 128 + result.signal
 
 
@@ -73,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stop_text(number: signal.Signals, step: int, num_steps: int, command: str) -> str:
+    if step == 0:
+        return f"Stopped by {number.name} before the first step; there is nothing to save."
     return (
         f"Stopped by {number.name} after step {step} of {num_steps}; the state is saved. "
         f"To continue, run the same command again:\n  {command}"

@@ -178,6 +178,8 @@ class _Run:
                     self._steps(self._program.batches(self._step), num_steps)
             finally:
                 self._files.close()
+        else:
+            self._display.say("nothing left to do: all steps are done; raise run.num_steps to train on")
         return RunResult(
             step=self._step, signal=self._stop.signal if self._step < num_steps else None, folder=self._folder
         )

@@ -66,8 +66,10 @@ class Program:
         return eqx.combine(placed, static)
 
     def compile(self, state: TrainState) -> float:
-        """Compiles the step for `state`; returns the seconds it took."""
+        """Compiles the step for `state`, once; returns the seconds it took."""
         start = time.monotonic()
+        if self._compiled is not None:
+            return 0.0
         step = eqx.filter_jit(self._train_step, donate="all-except-first")
         # Compiled once and called directly: filter_jit waits for the result at every call.
         self._compiled = step.lower(self._padding_batch(), state).compile()
@@ -90,9 +92,8 @@ class Program:
         num_rows = batch.num_rows // batch.gradient_accumulation_steps
         num_batches = self.config.evaluation.num_batches * batch.gradient_accumulation_steps
         local = self._local_rows(num_rows)
-        evaluate = eqx.filter_jit(self._evaluate)
         return [
-            evaluate(self._put(Rows(*(array[local] for array in rows)), num_rows), state.model)
+            self._evaluate(self._put(Rows(*(array[local] for array in rows)), num_rows), state.model)
             for rows in validation_batches(self.dataset, num_rows, num_batches)
         ]
 
@@ -148,7 +149,7 @@ def make_program(
         mesh=mesh,
         optimizer=optimizer,
         _train_step=step,
-        _evaluate=make_evaluate(plan),
+        _evaluate=eqx.filter_jit(make_evaluate(plan)),
     )
 
 

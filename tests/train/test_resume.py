@@ -58,7 +58,7 @@ def test_rows_after_a_crash_equal_those_of_an_uninterrupted_run(tmp_path, monkey
     before = metrics(tmp_path)
     assert '"step": 4' in before
     assert '"step": 6' not in before
-    result = tiny_train(tmp_path)
+    result = tiny_train(tmp_path, compiles=True)
     assert result.step == 6
     assert metrics(tmp_path) == uninterrupted
 

@@ -1,13 +1,19 @@
 """A run small enough to be trained many times: the quickstart with tiny sizes on a folder of six files."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import jax
 from rich.console import Console
 
+from train import _loop
 from train._config import Config
 from train._config_load import load_config
-from train._loop import RunResult, train
+from train._data import Dataset
+from train._loop import RunResult
+from train._program import Program, make_program
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SIZES = (
@@ -55,7 +61,28 @@ def tiny_config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(QUICKSTART, tiny_overrides(tmp_path, *overrides))
 
 
-def tiny_train(tmp_path: Path, *overrides: str, num_devices: int = 1, **options: bool) -> RunResult:
-    """Trains it on the first devices without a word."""
+def tiny_train(
+    tmp_path: Path, *overrides: str, num_devices: int = 1, compiles: bool = False, **options: bool
+) -> RunResult:
+    """Trains it on the first devices without a word.
+
+    Runs of equal sizes share one compiled step unless `compiles`: most of a tiny run is compilation.
+    """
     config = tiny_config(tmp_path, *overrides)
-    return train(config, console=Console(quiet=True), devices=jax.devices()[:num_devices], **options)
+    devices = jax.devices()[:num_devices]
+    make = make_program if compiles else shared_program
+    with mock.patch.object(_loop, "make_program", make):
+        return _loop.train(config, console=Console(quiet=True), devices=devices, **options)
+
+
+def shared_program(config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None) -> Program:
+    """`make_program`, compiled once for all runs of equal sizes; on one device when none are given."""
+    devices = jax.devices()[:1] if devices is None else devices
+    parts = (config.model, config.loss, config.batch, config.optimizer, config.step, config.mesh, len(devices))
+    if parts not in _PROGRAMS:
+        program = _PROGRAMS[parts] = make_program(config, dataset, devices)
+        program.compile(program.init_state())
+    return dataclasses.replace(_PROGRAMS[parts], config=config, dataset=dataset)
+
+
+_PROGRAMS: dict[object, Program] = {}
