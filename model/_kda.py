@@ -12,7 +12,7 @@ and keys and of a `DecayGate`'s log-decays, none of which it keeps.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
 
 from ._kda_chunk import PRECISION, kda_chunk
 from ._kda_documents import number_documents, vary_together, zeros_beside
@@ -71,29 +71,23 @@ def kda_recurrent(
     documents = None if segment_ids is None else number_documents(segment_ids)
     q, k, v, g, beta, initial_state, documents = vary_together((q, k, v, g, beta, initial_state, documents))
     state = _initial(initial_state, v, q, k, g, beta)
-    dtype = state.dtype
-    inputs = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, g, beta))
-    if documents is None:
-        fresh = scored = jnp.zeros(0)
-    else:
+    rows, flags = (v, q, k, g, beta), ()
+    if documents is not None:
+        rows = tuple(_zero_padding(x, documents.scored) for x in rows)
         before = jnp.pad(documents.number[:, :-1], ((0, 0), (1, 0)))
-        fresh, scored = (documents.number != before).T, documents.scored.T
+        flags = (documents.number != before,)
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in (*(x.astype(state.dtype) for x in rows), *flags))
 
     def one(state, xs):
-        q, k, v, g, beta, *flags = xs
-        old = state
-        if flags:
-            state = jnp.where(flags[0][:, None, None, None], 0, state)
+        v, q, k, g, beta, *fresh = xs
+        for restarts in fresh:
+            state = jnp.where(restarts[:, None, None, None], 0, state)
+        # At padding g = 0 and beta = 0: the state stays; q = 0: the output is 0.
         state = jnp.exp(g)[..., None] * state
         u = beta[..., None] * (v - jnp.einsum("bhk,bhku->bhu", k, state, precision=PRECISION))
         state = state + k[..., None] * u[..., None, :]
-        o = jnp.einsum("bhk,bhku->bhu", q, state, precision=PRECISION)
-        if flags:
-            state = jnp.where(flags[1][:, None, None, None], state, old)
-            o = jnp.where(flags[1][:, None, None], o, 0)
-        return state, o
+        return state, jnp.einsum("bhk,bhku->bhu", q, state, precision=PRECISION)
 
-    xs = inputs if documents is None else (*inputs, fresh, scored)
     state, o = jax.lax.scan(one, state, xs)
     return jnp.moveaxis(o, 0, 1).astype(v.dtype), state
 
@@ -202,9 +196,11 @@ def _gated_step(
 
 
 def _without_padding(rows: tuple[Array, ...], mask: ChunkMask | None) -> tuple[Array, ...]:
-    if mask is None:
-        return rows
-    return tuple(jnp.where(jnp.expand_dims(mask.scored, range(2, x.ndim)), x, 0) for x in rows)
+    return rows if mask is None else tuple(_zero_padding(x, mask.scored) for x in rows)
+
+
+def _zero_padding(x: Shaped[Array, "B X *rest"], scored: Bool[Array, "B X"]) -> Shaped[Array, "B X *rest"]:
+    return jnp.where(jnp.expand_dims(scored, tuple(range(2, x.ndim))), x, 0)
 
 
 def _initial(initial_state: Array | None, v: Array, *rows: Array) -> Array:

@@ -173,7 +173,7 @@ def _pairs(rows, columns):
 
 def _place(products, base):
     """Blocks of `base` rows with the products [n, h, h] of blocks of 2h at their rows and columns, 0 elsewhere."""
-    *batch, count, half, _ = products.shape
+    *batch, _, half, _ = products.shape
     both = jnp.stack([jnp.zeros_like(products), products], axis=-3)
     wide = jnp.tile(both.reshape(*batch, -1, base, half), base // half)
     return jnp.where(_straddles(base, half), wide, 0)
