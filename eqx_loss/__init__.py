@@ -44,6 +44,8 @@ from ._router import load_balance_units as load_balance_units
 from ._router import router_z_term as router_z_term
 from ._router import updated_router_bias as updated_router_bias
 from ._router_output import RouterTerms as RouterTerms
+from ._scale import Reductions as Reductions
+from ._scale import scale_for as scale_for
 from ._semantics import LossSemantics as LossSemantics
 from ._targets import next_token_targets as next_token_targets
 from ._targets import same_document_as_next as same_document_as_next

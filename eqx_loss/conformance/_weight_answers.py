@@ -8,16 +8,17 @@ from jaxtyping import Array, Float
 
 from eqx_loss import (
     Granularity,
+    Reductions,
     SumCount,
     by_domain,
     domain_scale,
     estimator_gap,
+    scale_for,
     sum_count,
     token_weights,
     weights_by_group,
     zero_sum_count,
 )
-from eqx_loss._scale import Reductions, scale_for
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, Any]

@@ -4,5 +4,7 @@ For data loaders and for trainers in other frameworks: `(w * cross_entropy).sum(
 `_weights.py` needs NumPy alone and may be copied into another project.
 """
 
+from .._scale import Reductions as Reductions
+from .._scale import scale_for as scale_for
 from ._weights import GRANULARITIES as GRANULARITIES
 from ._weights import token_weights as token_weights
