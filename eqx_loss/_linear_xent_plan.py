@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from ._linear_xent_dispatch import Workload, choose
 from ._linear_xent_pass import TokenCut, num_token_tiles
 from ._linear_xent_tile import VocabCut
 from ._linear_xent_types import (
@@ -19,9 +21,14 @@ from ._linear_xent_types import (
     XentSharding,
 )
 
-# Budget of the kept logits, bytes a device. CPU: beyond this a larger tile saves no measured time.
-# Accelerators: 1024 tokens at V = 157,184, so reading the gradient of unembed back costs less than a product.
-DEFAULT_LOGITS_BYTES = {"cpu": 112 << 20, "gpu": 640 << 20, "tpu": 640 << 20}
+# Kept logits on a CPU, bytes: 256 tokens at V = 157,184. Half of it costs 10 % more time (the gradient
+# of unembed is read and written once per token tile), twice of it saves 3 %.
+CPU_LOGITS_BYTES = 168 << 20
+# Kept logits on an accelerator, as a share of the gradient of unembed, which is there anyway. At 3/8 a
+# token tile does 9/8 D flops for each byte of that gradient it moves, and the sum stays below the
+# temporaries of tokamax's chunked path (a padded copy of unembed and the same gradient).
+LOGITS_SHARE = 3 / 8
+MIN_LOGITS_BYTES = 64 << 20
 TARGET_COLUMNS = 4096
 # Columns come in whole vectors of the CPU, whole lanes of an accelerator.
 COLUMN_GRAIN = {"cpu": 16, "gpu": 128, "tpu": 128}
@@ -34,6 +41,8 @@ class XentPlan:
     Attributes:
         implementation: The chosen one; never "auto".
         reason: Why, in one sentence.
+        estimated_seconds: Roofline of each candidate; empty where the chip is not known or there is
+            no choice. An estimate, not a measurement.
         token_cut: Token tiles of a device.
         vocab_cut: Columns of a device and their tiles.
         keep_rows: True where rows stay a dimension of a tile, for the compiler to partition.
@@ -47,6 +56,7 @@ class XentPlan:
 
     implementation: Implementation
     reason: str
+    estimated_seconds: tuple[tuple[Implementation, float], ...]
     token_cut: TokenCut
     vocab_cut: VocabCut
     keep_rows: bool
@@ -90,7 +100,7 @@ def explain_linear_cross_entropy(
     travel = tuple(axis for axis in axes if axis in token_axes)
     num_travel = 1 if sharding is None else sharding.size(travel)
     keep_rows, keep_logits, tokens_tile, columns_tile = _tile_sizes(
-        rows, positions, num_columns, num_travel, accumulator, backend, execution
+        rows, positions, (unembed.shape[0], num_columns), num_travel, accumulator, backend, execution
     )
     vocab_cut = VocabCut(
         num_columns=num_columns,
@@ -101,14 +111,28 @@ def explain_linear_cross_entropy(
         keep_logits=keep_logits,
         operand_dtype=_operand_dtype(hidden, unembed, accumulator, backend, execution),
         accumulator_dtype=accumulator,
+        row_major_gradient=backend == "tpu",
     )
     tile_rows = rows if keep_rows else 1
     tile_tokens = tile_rows * tokens_tile * num_travel
     columns_held = vocab_cut.num_tiles * columns_tile if keep_logits else columns_tile
-    implementation, reason = _choose(rules, execution, backend, num_heads)
+    num_tiles = num_token_tiles(positions if keep_rows else rows * positions, tokens_tile)
+    work = Workload(
+        num_tokens=num_heads * rows * positions * num_travel,
+        width=unembed.shape[0],
+        num_columns=num_columns,
+        num_token_tiles=num_heads * num_tiles,
+        operand_bytes=vocab_cut.operand_dtype.itemsize,
+        accumulator_bytes=accumulator.itemsize,
+        num_products=3 if keep_logits else 4,
+        cuts_vocabulary=num_shards > 1,
+        wide_floats=accumulator == jnp.float64,
+    )
+    choice = choose(execution.implementation, work, rules, backend, _device_kind(execution))
     return XentPlan(
-        implementation=implementation,
-        reason=reason,
+        implementation=choice.implementation,
+        reason=choice.reason,
+        estimated_seconds=choice.estimated_seconds,
         token_cut=TokenCut(
             tile_size=tokens_tile,
             travel_axes=travel,
@@ -116,12 +140,12 @@ def explain_linear_cross_entropy(
         ),
         vocab_cut=vocab_cut,
         keep_rows=keep_rows,
-        num_token_tiles=num_token_tiles(positions if keep_rows else rows * positions, tokens_tile),
+        num_token_tiles=num_tiles,
         sharding=sharding,
         residency=residency,
         logits_bytes=tile_tokens * columns_held * accumulator.itemsize,
         gradient_bytes=unembed.shape[0] * num_columns * accumulator.itemsize,
-        num_products=3 if keep_logits else 4,
+        num_products=work.num_products,
     )
 
 
@@ -162,13 +186,24 @@ def _token_shape(
 def _backend(execution: XentExecution) -> Backend:
     if execution.backend is not None:
         return execution.backend
-    if execution.sharding is not None:
-        platform = execution.sharding.mesh.devices.flat[0].platform
-    else:
-        platform = jax.default_backend()
+    platform, _ = _device(execution)
     if platform == "cpu":
         return "cpu"
     return "tpu" if platform == "tpu" else "gpu"
+
+
+def _device_kind(execution: XentExecution) -> str | None:
+    """The chip's name; None where the backend was given without a mesh, so the chip is unknown."""
+    if execution.backend is not None and execution.sharding is None:
+        return None
+    return _device(execution)[1]
+
+
+def _device(execution: XentExecution) -> tuple[str, str]:
+    """Platform and kind of a device that the call will run on."""
+    mesh = None if execution.sharding is None else execution.sharding.mesh
+    device = cast(Any, jax.devices()[0] if mesh is None else mesh.devices.flat[0])
+    return str(device.platform), str(device.device_kind)
 
 
 def _local_tokens(rows: int, positions: int, sharding: XentSharding) -> tuple[int, int]:
@@ -216,7 +251,7 @@ def _residency(
 def _tile_sizes(
     rows: int,
     positions: int,
-    num_columns: int,
+    matrix: tuple[int, int],
     num_travel: int,
     accumulator: jnp.dtype,
     backend: Backend,
@@ -224,6 +259,7 @@ def _tile_sizes(
 ) -> tuple[bool, bool, int, int]:
     """Whether rows stay, whether logits are kept, positions of a tile (per row kept), its columns."""
     tiling = execution.tiling
+    width, num_columns = matrix
     num_tokens = rows * positions
     if tiling is not None:
         tokens, columns, keep_logits = tiling.token_tile_size, tiling.vocab_tile_size, tiling.keep_logits
@@ -231,7 +267,9 @@ def _tile_sizes(
     else:
         keep_logits = True
         columns = balanced_tile(num_columns, TARGET_COLUMNS, COLUMN_GRAIN[backend])
-        budget = execution.max_logits_bytes or DEFAULT_LOGITS_BYTES[backend]
+        budget = execution.max_logits_bytes or _logits_budget(
+            width * num_columns * accumulator.itemsize, backend
+        )
         affordable = max(1, budget // (accumulator.itemsize * num_columns * num_travel))
         tokens = balanced_tile(max(num_tokens, 1), _round_down(affordable), 8)
     # Without a mesh the compiler may have cut the rows: a tile that takes a piece of every row
@@ -240,6 +278,12 @@ def _tile_sizes(
     if keep_rows:
         tokens = max(1, min(positions, math.ceil(tokens / max(rows, 1))))
     return keep_rows, keep_logits, tokens, columns
+
+
+def _logits_budget(gradient_bytes: int, backend: Backend) -> int:
+    if backend == "cpu":
+        return CPU_LOGITS_BYTES
+    return max(MIN_LOGITS_BYTES, int(LOGITS_SHARE * gradient_bytes))
 
 
 def _round_down(tokens: int) -> int:
@@ -262,16 +306,3 @@ def _operand_dtype(
     if execution.compute_dtype is not None:
         return jnp.dtype(execution.compute_dtype)
     return jnp.promote_types(hidden.dtype, unembed.dtype)
-
-
-def _choose(
-    rules: XentRules, execution: XentExecution, backend: Backend, num_heads: int
-) -> tuple[Implementation, str]:
-    del rules, backend, num_heads
-    match execution.implementation:
-        case "auto" | "tiled":
-            return "tiled", "three matrix products on every backend"
-        case "plain":
-            return "plain", "forced"
-        case "tokamax_mosaic_tpu":
-            return "tokamax_mosaic_tpu", "forced"

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import layout
 from jaxtyping import Array, Bool, Float, Int
 
 from ._linear_xent_types import XentRules
@@ -32,6 +34,8 @@ class VocabCut:
         keep_logits: Whether the scores of a token tile are kept for its gradient.
         operand_dtype: Type of the operands of the matrix products.
         accumulator_dtype: Type of scores, losses and gradients before the last cast.
+        row_major_gradient: Whether to fix the layout of the gradient of `unembed`: left alone, the
+            compiler for TPU v6e transposes it, and back at the end through a second copy.
     """
 
     num_columns: int
@@ -42,6 +46,7 @@ class VocabCut:
     keep_logits: bool
     operand_dtype: jnp.dtype
     accumulator_dtype: jnp.dtype
+    row_major_gradient: bool
 
     @property
     def num_tiles(self) -> int:
@@ -110,7 +115,7 @@ def tile_loss(
         return _add_scores(sums, scores, columns, tile.targets), kept
 
     start = ScoreSums(
-        peak=jnp.full(shape, float(jnp.finfo(dtype).min), dtype),
+        peak=jnp.full(shape, float(np.finfo(dtype).min), dtype),
         partition=jnp.zeros(shape, dtype),
         target_score=jnp.zeros(shape, dtype),
         score_sum=jnp.zeros(shape, dtype) if rules.label_smoothing > 0 else None,
@@ -149,6 +154,8 @@ def tile_gradient(
             "bsv,dv->bsd", slope, block, preferred_element_type=dtype
         )
         part = jnp.einsum("bsd,bsv->dv", own, slope, preferred_element_type=dtype)
+        if cut.row_major_gradient:
+            part = _row_major(part)
         old = lax.dynamic_slice_in_dim(total, columns.start, cut.tile_size, 1)
         return hidden_gradient, lax.dynamic_update_slice_in_dim(total, old + part, columns.start, 1)
 
@@ -207,6 +214,11 @@ def combine_shards(sums: ScoreSums, cut: VocabCut) -> ScoreSums:
     target_score = jnp.sum(shards[:, 2], axis=0)
     score_sum = None if sums.score_sum is None else jnp.sum(shards[:, 3], axis=0)
     return ScoreSums(peak=peak, partition=partition, target_score=target_score, score_sum=score_sum)
+
+
+def _row_major(part: Array) -> Array:
+    constrain = cast(Callable[..., Array], layout.with_layout_constraint)
+    return constrain(part, layout.Layout(major_to_minor=(0, 1)))
 
 
 def _add_scores(
