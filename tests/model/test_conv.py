@@ -45,7 +45,12 @@ def test_gradients_are_finite_differences(x64, packed):
     x, weight = draw(4, 20, 4)
     ids = jnp.asarray(packed_ids()) if packed else None
     check_grads(
-        lambda x, w: causal_conv1d(x, w, ids), (x, weight), order=1, modes=["rev"], rtol=1e-7, atol=1e-7
+        lambda x, w: causal_conv1d(jnp.asarray(x), jnp.asarray(w), ids),
+        (x, weight),
+        order=1,
+        modes=["rev"],
+        rtol=1e-7,
+        atol=1e-7,
     )
 
 
