@@ -48,11 +48,12 @@ class Checkpoints:
             num_kept: Newest checkpoints that stay on disk.
         """
         self._folder = folder.absolute()
-        self._orbax = ocp.training.Checkpointer(
+        training: Any = ocp.training  # its protocols are too narrow for its own classes
+        self._orbax = training.Checkpointer(
             self._folder,
             cleanup_tmp_directories=True,
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(num_kept),
+            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=training.preservation_policies.LatestN(num_kept),
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -103,7 +104,9 @@ class Checkpoints:
             CheckpointError: An array is missing, unexpected, of another shape or dtype, or its content is
                 not what was saved.
         """
-        abstract, static = eqx.partition(like, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+        abstract, static = eqx.partition(
+            like, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+        )
         saved = self._metadata(step)["leaves"]
         where = f"checkpoint {self._folder / str(step)}"
         _check_layout(saved, abstract, where)

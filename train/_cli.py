@@ -65,10 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="change one value; the value is read as YAML"
     )
-    parser.add_argument("--check", action="store_true", help="check the configuration, print it in full, and stop")
-    parser.add_argument("--fresh", action="store_true", help="delete what the run folder holds and begin at step 0")
     parser.add_argument(
-        "--force", action="store_true", help="continue although configuration or data are not those of the checkpoint"
+        "--check", action="store_true", help="check the configuration, print it in full, and stop"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete what the run folder holds and begin at step 0"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="continue although configuration or data are not those of the checkpoint",
     )
     return parser
 

@@ -1,7 +1,7 @@
 """Wall time of the steps of a log interval, pauses left out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,14 +32,14 @@ class Clock:
         self._num_steps += 1
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None, None, None]:
         """Time inside does not count."""
         start = time.monotonic()
         yield
         self._start += time.monotonic() - start
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None, None, None]:
         """Time inside counts as waiting for data too."""
         start = time.monotonic()
         yield

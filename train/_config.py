@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen object per concern, each next to what it configures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eqx_loss import LossSemantics
@@ -132,8 +132,8 @@ class Config:
     batch: BatchConfig
     data: DataConfig
     optimizer: OptimizerConfig
-    step: StepConfig = StepConfig()
-    mesh: MeshConfig = MeshConfig()
+    step: StepConfig = field(default_factory=StepConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -98,7 +98,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             node[name] = {}
         node = node[name]
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(names[:depth])} is {_kind(node)}, not a section")
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(names[:depth])} is {_kind(node)}, not a section"
+            )
     node[names[-1]] = value
 
 
@@ -135,7 +137,7 @@ def _derive(tree: dict[str, Any], name: str) -> None:
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars that refuses duplicate keys."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # of the class, as in PyYAML
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -143,7 +145,10 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"a key must be a name, got {getattr(key_node, 'value', None)!r}", key_node.start_mark
+                    None,
+                    None,
+                    f"a key must be a name, got {getattr(key_node, 'value', None)!r}",
+                    key_node.start_mark,
                 )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -18,6 +19,8 @@ from ._documents import cut_documents, documents_fingerprint, read_documents, sp
 from ._packing import PackedRows, Rows, empty_rows, pack_documents
 from ._tokenizer import ByteTokenizer
 
+# grain's sources are protocols with unbound type variables.
+_source: Any = grain.MapDataset.source
 # Steps are drawn from an endless repetition of the rows; grain wants a length.
 _MAX_STEPS = 2**40
 
@@ -94,7 +97,12 @@ def load_dataset(config: DataConfig, num_positions: int) -> Dataset:
         pack_documents([d.text for d in split], num_positions, tokenizer, config.eod_mask_loss)
         for split in (train, validation)
     ]
-    parts = (documents_fingerprint(train), documents_fingerprint(validation), num_positions, config.eod_mask_loss)
+    parts = (
+        documents_fingerprint(train),
+        documents_fingerprint(validation),
+        num_positions,
+        config.eod_mask_loss,
+    )
     fingerprint = hashlib.blake2b(repr((tokenizer, *parts)).encode(), digest_size=16).hexdigest()
     return Dataset(train=packed[0], validation=packed[1], fingerprint=fingerprint, tokenizer=tokenizer)
 
@@ -106,14 +114,16 @@ class TrainBatches:
     step `n` is element `n * num_rows + r` of the endless sequence of passes.
     """
 
-    def __init__(self, rows: PackedRows, num_rows: int, seed: int, local_rows: np.ndarray | None = None) -> None:
+    def __init__(
+        self, rows: PackedRows, num_rows: int, seed: int, local_rows: np.ndarray | None = None
+    ) -> None:
         """Args:
         rows: Rows to draw from.
         num_rows: Rows of the global batch.
         seed: Decides the order.
         local_rows: Which rows of the global batch this process needs; None is all.
         """
-        self._samples = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(None)
+        self._samples = _source(rows).seed(seed).shuffle().repeat(None)
         self._num_rows = num_rows
         self._local_rows = np.arange(num_rows) if local_rows is None else local_rows
 
@@ -134,7 +144,7 @@ def train_batches(source: TrainBatches, step: int) -> Iterator[Rows]:
     Starting late costs nothing: step number `step` is the whole state.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    iterator = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    iterator = iter(_source(source).to_iter_dataset(options))
     iterator.set_state({"next_index": step})
     return iterator
 
@@ -162,7 +172,9 @@ def local_row_numbers(sharding: NamedSharding, num_rows: int, num_positions: int
     return np.unique(np.concatenate(numbers))
 
 
-def put_rows(rows: Rows, local_rows: np.ndarray, num_rows: int, sharding: NamedSharding) -> tuple[jax.Array, ...]:
+def put_rows(
+    rows: Rows, local_rows: np.ndarray, num_rows: int, sharding: NamedSharding
+) -> tuple[jax.Array, ...]:
     """The arrays of `rows` as global arrays under `sharding`.
 
     Args:
@@ -171,7 +183,7 @@ def put_rows(rows: Rows, local_rows: np.ndarray, num_rows: int, sharding: NamedS
     """
 
     def put(array: np.ndarray) -> jax.Array:
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: Any) -> np.ndarray:
             wanted = np.arange(num_rows)[index[0]]
             return array[np.searchsorted(local_rows, wanted)][:, index[1]]
 

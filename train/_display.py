@@ -51,7 +51,9 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def show_row(self, step: int, row: Mapping[str, float], tokens_per_second: float, seconds_left: float) -> None:
+    def show_row(
+        self, step: int, row: Mapping[str, float], tokens_per_second: float, seconds_left: float
+    ) -> None:
         """Shows the row of an interval: loss, lm and MTP in nats, tokens/s."""
         values = _FIELDS.format(
             loss=row["learning/loss"],

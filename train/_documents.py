@@ -8,9 +8,7 @@ from pathlib import Path
 
 # Folders of the standard library that are not library text: installed packages, and tests,
 # which some distributions leave out.
-EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,9 @@ def read_documents(folder: Path, pattern: str) -> list[Document]:
         ValueError: The folder does not exist or holds no such file.
     """
     if not folder.is_dir():
-        raise ValueError(f"data.folder must be an existing folder, got {str(folder)!r}; create it or correct the path")
+        raise ValueError(
+            f"data.folder must be an existing folder, got {str(folder)!r}; create it or correct the path"
+        )
     documents = [
         Document(name=path.relative_to(folder).as_posix(), text=path.read_bytes())
         for path in folder.glob(pattern)

@@ -59,7 +59,9 @@ def make_evaluate(plan: GradientPlan) -> Evaluate:
     heads = PartitionSpec(None, ROW_AXES, CONTEXT)
 
     def evaluate(batch: Batch, model: Transformer) -> EvaluationSums:
-        targets, masks = _targets(batch, model.config.num_mtp_layers, plan.semantics.mtp_roll_across_documents)
+        targets, masks = _targets(
+            batch, model.config.num_mtp_layers, plan.semantics.mtp_roll_across_documents
+        )
         params, static = eqx.partition(model, eqx.is_array)
 
         def body(params: PyTree, batch: Batch, targets: Array, masks: Array) -> tuple[Array, Array]:
@@ -146,9 +148,7 @@ def _sums(batch: Batch, xent: Array, chosen: Array, masks: Array) -> EvaluationS
     agreements = []
     for k in depths:
         # Rolling across documents changes what is scored, never which position predicts a token.
-        main, _ = shift_targets(
-            chosen[0], everywhere, depth=k, segment_ids=None, roll_across_documents=True
-        )
+        main, _ = shift_targets(chosen[0], everywhere, depth=k, segment_ids=None, roll_across_documents=True)
         agreements.append(sum_count((chosen[k] == main).astype(jnp.float32), masks[k]))
     mtp = [sum_count(xent[k], masks[k]) for k in depths]
     return EvaluationSums(

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from ._clock import Clock
 from ._checkpoint import CheckpointError, Checkpoints, Record
+from ._clock import Clock
 from ._config import Config
 from ._config_load import ConfigError, dump_config
 from ._data import Dataset, load_dataset
@@ -88,7 +88,9 @@ def train(
             manifest = make_manifest(config, dataset)
             start = _begin(config, program, checkpoints, manifest, console, is_forced)
             run_folder.write_config(dump_config(config))
-            console.print(_headline(config, dataset, program, start.record.step), highlight=False, soft_wrap=True)
+            console.print(
+                _headline(config, dataset, program, start.record.step), highlight=False, soft_wrap=True
+            )
             with StopRequest() as stop:
                 result = _Run(config, program, checkpoints, start, folder, console, stop).run()
         _finish(result, console)
@@ -133,7 +135,9 @@ def _begin(
         console.print(f"note: {line}: the last bits may differ", highlight=False, markup=False)
     state = checkpoints.restore(step, program.state_like())
     if int(state.step) != step:
-        raise CheckpointError(f"checkpoint {step} holds the state of step {int(state.step)}; delete its folder")
+        raise CheckpointError(
+            f"checkpoint {step} holds the state of step {int(state.step)}; delete its folder"
+        )
     return _Start(state, Record(step=step, manifest=manifest, accumulator=record.accumulator))
 
 

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from eqx_loss import LossLogs, LossOutput, LossSemantics, Objective, estimator_gap, reported_loss
 
@@ -158,7 +158,9 @@ class MetricFiles:
             _cut_rows(folder / name, start_step)
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._perf = (folder / PERF_FILE).open("a", encoding="utf-8")
-        self._tensorboard = _event_writer(folder / TENSORBOARD_FOLDER, start_step) if use_tensorboard else None
+        self._tensorboard = (
+            _event_writer(folder / TENSORBOARD_FOLDER, start_step) if use_tensorboard else None
+        )
 
     def write_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """Appends a row that the mathematics decides."""

@@ -70,7 +70,7 @@ class Program:
         start = time.monotonic()
         if self._compiled is not None:
             return 0.0
-        step = eqx.filter_jit(self._train_step, donate="all-except-first")
+        step: Any = eqx.filter_jit(self._train_step, donate="all-except-first")
         # Compiled once and called directly: filter_jit waits for the result at every call.
         self._compiled = step.lower(self._padding_batch(), state).compile()
         return time.monotonic() - start
@@ -122,9 +122,7 @@ class Program:
         return self._put(rows, self._num_rows)
 
 
-def make_program(
-    config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None
-) -> Program:
+def make_program(config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of a run on `devices`; None is all devices of all processes.
 
     Raises:
@@ -156,7 +154,10 @@ def make_program(
 def mesh_work(config: Config) -> MeshWork:
     """What the mesh of a run has to divide."""
     model, moe = config.model, config.model.moe
-    ffn_sizes = (model.intermediate_size, *((moe.moe_intermediate_size, moe.shared_intermediate_size) if moe else ()))
+    ffn_sizes = (
+        model.intermediate_size,
+        *((moe.moe_intermediate_size, moe.shared_intermediate_size) if moe else ()),
+    )
     return MeshWork(
         num_rows=config.batch.num_rows,
         num_positions=config.batch.num_positions,

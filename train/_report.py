@@ -29,7 +29,9 @@ def draw_report(folder: Path) -> Path:
     """
     rows = read_rows(folder / METRICS_FILE)
     if not rows:
-        raise ValueError(f"{str(folder)!r} must be a run folder with rows in {METRICS_FILE}, got none; train first")
+        raise ValueError(
+            f"{str(folder)!r} must be a run folder with rows in {METRICS_FILE}, got none; train first"
+        )
     # Slow to import, and wants no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -61,7 +63,9 @@ def summary_table(folder: Path) -> Table:
     rows = read_rows(folder / METRICS_FILE)
     learning = [row for row in rows if "learning/lm_loss" in row]
     if not learning:
-        raise ValueError(f"{str(folder)!r} must be a run folder with rows in {METRICS_FILE}, got none; train first")
+        raise ValueError(
+            f"{str(folder)!r} must be a run folder with rows in {METRICS_FILE}, got none; train first"
+        )
     evaluations = [row for row in rows if "eval/lm_loss" in row]
     first, last = learning[0], learning[-1]
     table = Table(title=f"{folder}", title_justify="left")

@@ -33,7 +33,9 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFolderError(f"cannot create run folder {str(path)!r}: {error.strerror}; set run.folder") from None
+            raise RunFolderError(
+                f"cannot create run folder {str(path)!r}: {error.strerror}; set run.folder"
+            ) from None
         foreign = [p.name for p in path.iterdir() if p.name not in (*_OUTPUTS, _LOCK_FILE)]
         if foreign and not (path / CONFIG_FILE).exists():
             raise RunFolderError(

@@ -13,7 +13,8 @@ from ._report import draw_report, summary_table
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 when the folder holds no run."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.report", description="Draw report.png of a run folder again and print its table."
+        prog="python -m train.report",
+        description="Draw report.png of a run folder again and print its table.",
     )
     parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
     folder = parser.parse_args(arguments).run

@@ -21,7 +21,10 @@ def mesh(shape=(4, 2)):
     return Mesh(np.array(jax.devices()[:8]).reshape(shape), ("data", "fsdp"))
 
 
-def make_state(spec=P("data", None), shape=(4, 2)):
+BY_DATA = P("data", None)
+
+
+def make_state(spec=BY_DATA, shape=(4, 2)):
     arrays = {
         "weight": jax.random.normal(jax.random.key(0), (8, 6)),
         "half": jnp.arange(5, dtype=jnp.bfloat16),
@@ -29,7 +32,9 @@ def make_state(spec=P("data", None), shape=(4, 2)):
         "flag": jnp.array([True, False]),
         "key": jax.random.key(1),
     }
-    shardings = dict.fromkeys(arrays, NamedSharding(mesh(shape), P())) | {"weight": NamedSharding(mesh(shape), spec)}
+    shardings = dict.fromkeys(arrays, NamedSharding(mesh(shape), P())) | {
+        "weight": NamedSharding(mesh(shape), spec)
+    }
     return jax.device_put(arrays, shardings) | {"name": "not an array"}
 
 
@@ -134,7 +139,10 @@ def test_a_truncated_file_is_refused_with_its_reason(saved):
     for path in saved.rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:10])
-    with Checkpoints(saved, num_kept=2) as checkpoints, pytest.raises(CheckpointError, match="cannot be read"):
+    with (
+        Checkpoints(saved, num_kept=2) as checkpoints,
+        pytest.raises(CheckpointError, match="cannot be read"),
+    ):
         checkpoints.restore(3, make_state())
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from model import ModelConfig
 from train._config import Config, config_warnings
-from train._config_load import ConfigError, config_from_tree, config_to_tree, dump_config, load_config, parse_yaml
+from train._config_load import (
+    ConfigError,
+    config_from_tree,
+    config_to_tree,
+    dump_config,
+    load_config,
+    parse_yaml,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -77,17 +84,29 @@ def test_absent_folder_and_schedule_length_are_derived():
     ("override", "message"),
     [
         ("model.num_layer=3", "model.num_layer: unknown key (value 3); did you mean num_layers?"),
-        ("batch.micro_batch_size=3", "batch.micro_batch_size: unknown key (value 3); did you mean loss.micro_batch_size?"),
+        (
+            "batch.micro_batch_size=3",
+            "batch.micro_batch_size: unknown key (value 3); did you mean loss.micro_batch_size?",
+        ),
         ("zz=1", "zz: unknown key (value 1); valid keys are run, model, loss,"),
-        ("loss.calculate_per_token_loss='false'", 'loss.calculate_per_token_loss: must be a valid boolean, got "false"'),
+        (
+            "loss.calculate_per_token_loss='false'",
+            'loss.calculate_per_token_loss: must be a valid boolean, got "false"',
+        ),
         ("loss.calculate_per_token_loss=0", "loss.calculate_per_token_loss: must be a valid boolean, got 0"),
         ("batch.num_rows=2.0", "batch.num_rows: must be a valid integer, got 2.0"),
         ("run.seed=true", "run.seed: must be a valid integer, got true"),
         ("optimizer.eps='1e-8'", 'optimizer.eps: must be a valid number, got "1e-8"'),
-        ("model.dtype=float16", "model.dtype: must be 'bfloat16', 'float32' or 'float64', got \"float16\"; did you mean bfloat16?"),
+        (
+            "model.dtype=float16",
+            "model.dtype: must be 'bfloat16', 'float32' or 'float64', got \"float16\"; did you mean bfloat16?",
+        ),
         ("data=3", "data: must be a section of keys, got 3"),
         ("run=null", "run: must be a section of keys, got null"),
-        ("optimizer.decay_rules=[{pattern: a, multiplir: 2}]", "optimizer.decay_rules.0.multiplir: unknown key (value 2); did you mean multiplier?"),
+        (
+            "optimizer.decay_rules=[{pattern: a, multiplir: 2}]",
+            "optimizer.decay_rules.0.multiplir: unknown key (value 2); did you mean multiplier?",
+        ),
     ],
 )
 def test_refusal_names_path_value_rule_and_nearest_name(override, message):
@@ -107,7 +126,9 @@ def test_all_problems_are_reported_at_once():
 def test_a_missing_value_is_named():
     tree = config_to_tree(load_config(QUICKSTART))
     del tree["batch"]["num_rows"], tree["loss"]
-    with pytest.raises(ConfigError, match=r"loss: is required and missing\n  batch.num_rows: is required and missing"):
+    with pytest.raises(
+        ConfigError, match=r"loss: is required and missing\n  batch.num_rows: is required and missing"
+    ):
         config_from_tree(tree, "x.yaml")
 
 
@@ -145,6 +166,15 @@ def test_rules_across_sections_are_checked_together():
 
 def test_the_pair_that_no_megatron_run_has_is_warned_of():
     pair = ["loss.calculate_per_token_loss=false", "loss.mtp_per_layer_loss_norm=false"]
-    assert ["no Megatron run does this" in line for line in config_warnings(load_config(QUICKSTART, pair))] == [True]
-    assert config_warnings(load_config(QUICKSTART, ["loss.mtp_per_layer_loss_norm=false", "loss.calculate_per_token_loss=true"])) == []
+    assert [
+        "no Megatron run does this" in line for line in config_warnings(load_config(QUICKSTART, pair))
+    ] == [True]
+    assert (
+        config_warnings(
+            load_config(
+                QUICKSTART, ["loss.mtp_per_layer_loss_norm=false", "loss.calculate_per_token_loss=true"]
+            )
+        )
+        == []
+    )
     assert config_warnings(load_config(QUICKSTART)) == []

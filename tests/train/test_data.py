@@ -143,7 +143,11 @@ def test_split_of_one_document_is_refused():
 
 
 def test_cut_documents_joined_again_are_the_text():
-    documents = [Document(name="a", text=b"x\n\ny\n\n"), Document(name="b", text=b"\n\n\n\n\nz"), Document(name="c", text=b"w")]
+    documents = [
+        Document(name="a", text=b"x\n\ny\n\n"),
+        Document(name="b", text=b"\n\n\n\n\nz"),
+        Document(name="c", text=b"w"),
+    ]
     pieces = cut_documents(documents, "\n\n")
     assert [d.text for d in pieces] == [b"x\n\n", b"y\n\n", b"\n\n", b"\n\n", b"\nz", b"w"]
     for whole in documents:
@@ -153,8 +157,13 @@ def test_cut_documents_joined_again_are_the_text():
 def test_a_separator_cuts_after_the_split_by_file(folder):
     for number in range(6):
         (folder / f"f{number}.py").write_bytes(b"%d1--%d2--%d3" % (number, number, number))
-    dataset = load_dataset(DataConfig(folder=str(folder), validation_fraction=0.5, document_separator="--"), 16)
-    files = [{bytes(tokens[1:2]) for tokens, *_ in segments(split)} for split in (dataset.train, dataset.validation)]
+    dataset = load_dataset(
+        DataConfig(folder=str(folder), validation_fraction=0.5, document_separator="--"), 16
+    )
+    files = [
+        {bytes(tokens[1:2]) for tokens, *_ in segments(split)}
+        for split in (dataset.train, dataset.validation)
+    ]
     assert files[0].isdisjoint(files[1])
     assert sum(len(list(segments(split))) for split in (dataset.train, dataset.validation)) == 18
 
@@ -172,7 +181,9 @@ def test_installed_packages_tests_and_empty_files_are_left_out(folder):
     assert names == {f"f{i}.py" for i in range(6)} | {"pkg/c.py"}
 
 
-@pytest.mark.parametrize(("name", "pattern", "message"), [("absent", "*", "existing folder"), (".", "*.c", "at least one")])
+@pytest.mark.parametrize(
+    ("name", "pattern", "message"), [("absent", "*", "existing folder"), (".", "*.c", "at least one")]
+)
 def test_a_folder_without_text_is_refused(folder, name, pattern, message):
     with pytest.raises(ValueError, match=message):
         read_documents(folder / name, pattern)
@@ -194,7 +205,12 @@ def test_dataset_fingerprint_covers_row_length_and_mask(folder):
         return load_dataset(DataConfig(folder=str(folder), **changes), num_positions).fingerprint
 
     assert fingerprint() == fingerprint()
-    variants = {fingerprint(), fingerprint(8), fingerprint(eod_mask_loss=False), fingerprint(validation_fraction=0.5)}
+    variants = {
+        fingerprint(),
+        fingerprint(8),
+        fingerprint(eod_mask_loss=False),
+        fingerprint(validation_fraction=0.5),
+    }
     assert len(variants) == 4
 
 

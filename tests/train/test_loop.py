@@ -119,9 +119,11 @@ def test_a_foreign_folder_and_a_busy_folder_are_refused(tmp_path):
     with pytest.raises(RunFolderError, match="'thesis.txt' and no config.yaml"):
         RunFolder(tmp_path, is_fresh=True)
     assert (tmp_path / "thesis.txt").exists()
-    with RunFolder(tmp_path / "run", is_fresh=False):
-        with pytest.raises(RunFolderError, match="another process is training"):
-            RunFolder(tmp_path / "run", is_fresh=False)
+    with (
+        RunFolder(tmp_path / "run", is_fresh=False),
+        pytest.raises(RunFolderError, match="another process is training"),
+    ):
+        RunFolder(tmp_path / "run", is_fresh=False)
     RunFolder(tmp_path / "run", is_fresh=False).__exit__()
 
 
@@ -130,7 +132,9 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(tmp_path):
     texts = []
     for is_terminal in (True, False):
         out = io.StringIO()
-        with Display(Console(file=out, force_terminal=is_terminal, width=120), num_steps=9, start_step=0) as display:
+        with Display(
+            Console(file=out, force_terminal=is_terminal, width=120), num_steps=9, start_step=0
+        ) as display:
             display.show_step(3)
             display.show_row(3, row, 1234.0, 65.0)
         texts.append(out.getvalue())

@@ -21,7 +21,10 @@ SEMANTICS = LossSemantics(
 
 
 def pair(rng, *shape):
-    return SumCount(jnp.asarray(rng.uniform(1, 9, shape), jnp.float32), jnp.asarray(rng.integers(1, 9, shape), jnp.float32))
+    return SumCount(
+        jnp.asarray(rng.uniform(1, 9, shape), jnp.float32),
+        jnp.asarray(rng.integers(1, 9, shape), jnp.float32),
+    )
 
 
 def output(seed: int, is_skipped: bool = False, num_layers: int = 3, num_depths: int = 2) -> StepOutput:
@@ -71,7 +74,11 @@ def test_row_holds_pooled_sums_over_pooled_counts(num_steps):
 
     lm, mtp, z, balance = (pooled(f) for f in ("lm", "mtp", "router_z", "load_balance"))
     expected = {
-        "loss": lm + 0.25 * mtp.mean() + 0.5 * z.sum() + 0.125 * balance.sum() + mean(o.objective.lm_z for o in outputs),
+        "loss": lm
+        + 0.25 * mtp.mean()
+        + 0.5 * z.sum()
+        + 0.125 * balance.sum()
+        + mean(o.objective.lm_z for o in outputs),
         "objective": mean(o.objective.total for o in outputs),
         "objective_lm": mean(o.objective.lm for o in outputs),
         "lm_loss": lm,
@@ -133,7 +140,10 @@ def test_files_are_cut_behind_the_start_step_and_a_torn_line_is_dropped(tmp_path
         (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 4, "a"')
     files = MetricFiles(tmp_path, start_step=2, use_tensorboard=False)
     files.write_metrics(3, {"a": 7.0})
-    assert read_rows(tmp_path / METRICS_FILE) == [*rows[:2], {"step": 3, "a": 7.0}]  # on disk before it is closed
+    assert read_rows(tmp_path / METRICS_FILE) == [
+        *rows[:2],
+        {"step": 3, "a": 7.0},
+    ]  # on disk before it is closed
     files.close()
     assert read_rows(tmp_path / PERF_FILE) == rows[:2]
 

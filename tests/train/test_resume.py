@@ -134,7 +134,12 @@ def test_the_mesh_may_change_when_a_run_goes_on(tmp_path, monkeypatch, uninterru
 
 @pytest.mark.slow
 def test_rows_after_sigkill_equal_those_of_an_uninterrupted_run(tmp_path):
-    steps = ("run.num_steps=400", "checkpoint.every_steps=40", "logging.every_steps=3", "evaluation.every_steps=90")
+    steps = (
+        "run.num_steps=400",
+        "checkpoint.every_steps=40",
+        "logging.every_steps=3",
+        "evaluation.every_steps=90",
+    )
     environment = os.environ | {"XLA_FLAGS": ""}
 
     def command(folder: Path) -> list[str]:
@@ -142,11 +147,15 @@ def test_rows_after_sigkill_equal_those_of_an_uninterrupted_run(tmp_path):
         return [sys.executable, "-m", "train", str(QUICKSTART), *tiny_overrides(folder, *steps)]
 
     def run_to_end(folder: Path) -> None:
-        done = subprocess.run(command(folder), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command(folder), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr
 
     run_to_end(tmp_path / "whole")
-    killed = subprocess.Popen(command(tmp_path / "killed"), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        command(tmp_path / "killed"), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+    )
     checkpoints = tmp_path / "killed" / "run" / "checkpoints"
     deadline = time.monotonic() + 300
     while not any(p.name.isdigit() for p in checkpoints.glob("*")) and time.monotonic() < deadline:

@@ -78,7 +78,15 @@ def tiny_train(
 def shared_program(config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None) -> Program:
     """`make_program`, compiled once for all runs of equal sizes; on one device when none are given."""
     devices = jax.devices()[:1] if devices is None else devices
-    parts = (config.model, config.loss, config.batch, config.optimizer, config.step, config.mesh, len(devices))
+    parts = (
+        config.model,
+        config.loss,
+        config.batch,
+        config.optimizer,
+        config.step,
+        config.mesh,
+        len(devices),
+    )
     if parts not in _PROGRAMS:
         program = _PROGRAMS[parts] = make_program(config, dataset, devices)
         program.compile(program.init_state())
