@@ -12,6 +12,8 @@ from .._config import ModelConfig
 from ._hf_config import LayerType, Layout
 from ._rule import Rule, linear, split_linear, whole
 
+EXPERTS_FUSED = ".mlp.experts.gate_up_proj"
+CONV_FUSED = ".attention.conv1d.weight"
 _RENAMES = (
     (re.compile(r"^model\.embed_tokens\."), "model.word_embeddings."),
     (re.compile(r"\.self_attn\."), ".attention."),
@@ -42,41 +44,44 @@ def layer_types_of(hub_names: Iterator[str], num_layers: int) -> tuple[LayerType
     return tuple("linear_attention" if i in kda else "full_attention" for i in range(num_layers))
 
 
-def rules(
-    config: ModelConfig, *, layout: Layout = "hub", fused_layers: frozenset[int] = frozenset()
-) -> list[Rule]:
+def rules(config: ModelConfig, *, layout: Layout = "hub", fused: frozenset[str] = frozenset()) -> list[Rule]:
     """One rule for every tensor of a checkpoint of this model, in the order of the layers.
 
     Args:
         config: The model.
         layout: Spelling of the output projection of KDA layers.
-        fused_layers: Layers whose experts are `experts.gate_up_proj` and `experts.down_proj`, all experts together.
+        fused: Fused tensors that the checkpoint has, by hub name: `fused_names` finds them.
     """
     table = [
         whole("model.word_embeddings.weight", (config.vocab_size, config.hidden_size), "embed"),
     ]
     for i, layer in enumerate(config.layer_plan):
         leaf, index = _place(config, i)
-        builder = _Layer(config, f"model.layers.{i}", leaf, index, layout)
+        builder = _Layer(config, f"model.layers.{i}", leaf, index, layout, fused)
         table += builder.norms()
         table += builder.kda() if layer.mixer == "linear" else builder.mla()
-        table += builder.dense() if layer.ffn == "dense" else builder.moe(fused=i in fused_layers)
+        table += builder.dense() if layer.ffn == "dense" else builder.moe()
     for k in range(config.num_mtp_layers):
         i = config.num_layers + k
-        builder = _Layer(config, f"model.layers.{i}", f"mtp.{k}.block", (), layout)
+        builder = _Layer(config, f"model.layers.{i}", f"mtp.{k}.block", (), layout, fused)
         table += builder.mtp(f"mtp.{k}")
         table += builder.norms()
         table += builder.mla()
-        table += builder.dense() if config.mtp_plan.ffn == "dense" else builder.moe(fused=i in fused_layers)
+        table += builder.dense() if config.mtp_plan.ffn == "dense" else builder.moe()
     table.append(whole("model.norm.weight", (config.hidden_size,), "final_norm"))
     table.append(linear("lm_head.weight", (config.hidden_size,), (config.vocab_size,), "head"))
     return table
 
 
-def fused_layers_of(hub_names: Iterator[str]) -> frozenset[int]:
-    """Layers whose experts are stored as one tensor."""
-    pattern = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj$")
-    return frozenset(int(match[1]) for name in hub_names if (match := pattern.match(name)))
+def fused_names(hub_names: Iterator[str]) -> frozenset[str]:
+    """The fused tensors among names: all experts of a layer, or the three convolutions of a KDA layer."""
+    return frozenset(name for name in hub_names if name.endswith((EXPERTS_FUSED, CONV_FUSED)))
+
+
+def fused_expert_names(config: ModelConfig) -> frozenset[str]:
+    """Names that make `rules` write the experts of every layer together."""
+    layers = range(config.num_layers + config.num_mtp_layers)
+    return frozenset(f"model.layers.{i}{EXPERTS_FUSED}" for i in layers)
 
 
 def _rename(name: str) -> str:
@@ -100,12 +105,21 @@ def _place(config: ModelConfig, i: int) -> tuple[str, tuple[int, ...]]:
 class _Layer:
     """Rules of one layer: checkpoint names below `name`, our arrays below `leaf` at `index`."""
 
-    def __init__(self, config: ModelConfig, name: str, leaf: str, index: tuple[int, ...], layout: Layout):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        leaf: str,
+        index: tuple[int, ...],
+        layout: Layout,
+        fused: frozenset[str],
+    ):
         self.config = config
         self.name = name
         self.leaf = leaf
         self.index = index
         self.layout: Layout = layout
+        self.fused = fused
 
     def norms(self) -> list[Rule]:
         return [
@@ -135,10 +149,7 @@ class _Layer:
             self._linear("attention.f_proj.weight", (width,), (heads, dim), "mixer.forget"),
             self._linear("attention.g_proj.weight", (width,), (heads, dim), "mixer.gate"),
             self._linear("attention.b_proj.weight", (width,), (heads,), "mixer.beta"),
-            *(
-                self._reshaped(f"attention.{x}_conv1d.weight", (heads * dim, 1, taps), f"mixer.{x}_conv")
-                for x in "qkv"
-            ),
+            *self._convolutions(heads * dim, taps),
             self._vector("attention.A_log", heads, "mixer.A_log"),
             self._reshaped("attention.dt_bias", (heads * dim,), "mixer.dt_bias"),
             self._vector("attention.o_norm.weight", dim, "mixer.out_norm"),
@@ -183,17 +194,35 @@ class _Layer:
         assert size is not None
         return self._swiglu("mlp", size, "ffn")
 
-    def moe(self, *, fused: bool) -> list[Rule]:
+    def moe(self) -> list[Rule]:
         moe, width = self.config.moe, self.config.hidden_size
         assert moe is not None
         table = [
             self._linear("mlp.gate.weight", (width,), (moe.num_experts,), "ffn.router.weight"),
             self._vector("mlp.gate.expert_bias", moe.num_experts, "ffn.router.router_bias"),
         ]
-        table += self._fused_experts() if fused else self._experts()
+        table += self._fused_experts() if f"{self.name}{EXPERTS_FUSED}" in self.fused else self._experts()
         if moe.num_shared_experts:
             table += self._swiglu("mlp.shared_experts", moe.shared_intermediate_size, "ffn.shared")
         return table
+
+    def _convolutions(self, channels: int, taps: int) -> list[Rule]:
+        if f"{self.name}{CONV_FUSED}" not in self.fused:
+            return [
+                self._reshaped(f"attention.{x}_conv1d.weight", (channels, 1, taps), f"mixer.{x}_conv")
+                for x in "qkv"
+            ]
+        return [
+            Rule(
+                name=f"{self.name}{CONV_FUSED}",
+                shape=(3 * channels, 1, taps),
+                view=(3 * channels, taps),
+                sizes=(channels,) * 3,
+                order=(0, 1),
+                leaves=tuple(f"{self.leaf}.mixer.{x}_conv" for x in "qkv"),
+                index=self.index,
+            )
+        ]
 
     def _experts(self) -> list[Rule]:
         moe, width = self.config.moe, self.config.hidden_size

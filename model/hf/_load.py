@@ -15,7 +15,7 @@ from .._transformer import Transformer, init_model
 from ._convert_config import to_model_config
 from ._errors import CheckpointError
 from ._hf_config import HfConfig, read_hf_config
-from ._layout import checkpoint_names, fused_layers_of, layer_types_of, rules
+from ._layout import checkpoint_names, fused_names, layer_types_of, rules
 from ._leaves import Assembly, Slices, array_shapes, make_arrays
 from ._rule import Rule
 from ._shards import FLOATS, ShardReader
@@ -66,7 +66,7 @@ def open_hf(path: str | os.PathLike[str], *, dtype: Dtype = "bfloat16") -> Opene
     stored = checkpoint_names(iter(reader.tensors))
     types = hf.layer_types or layer_types_of(iter(stored), hf.num_hidden_layers)
     config = to_model_config(hf, types, dtype=dtype)
-    table = tuple(rules(config, fused_layers=fused_layers_of(iter(stored))))
+    table = tuple(rules(config, fused=fused_names(iter(stored))))
     problems = _problems(table, stored, reader, hf)
     if problems:
         raise CheckpointError(problems)

@@ -15,7 +15,7 @@ from .._config import ModelConfig
 from .._transformer import Transformer
 from ._convert_config import to_hf_config
 from ._hf_config import HfConfig, Layout, write_hf_config
-from ._layout import rules
+from ._layout import fused_expert_names, rules
 from ._leaves import Assembly, leaf_paths
 from ._load import CONFIG_NAME, Progress
 from ._native import refuse_weights
@@ -140,8 +140,7 @@ class _OnHost(Mapping[str, Any]):
 
 
 def _table(config: ModelConfig, *, layout: Layout, fuse_experts: bool) -> list[Rule]:
-    last = config.num_layers + config.num_mtp_layers
-    return rules(config, layout=layout, fused_layers=frozenset(range(last)) if fuse_experts else frozenset())
+    return rules(config, layout=layout, fused=fused_expert_names(config) if fuse_experts else frozenset())
 
 
 def _stored_dtype(rule: Rule, dtype: StoredDtype, arrays: Mapping[str, Any]) -> np.dtype:

@@ -1,32 +1,32 @@
 """`python -m tests.golden.ling3 PATH`: judge a folder of cases; exit code 0 only if all is within tolerance."""
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from ._folder import find_cases
+from ._folder import ModelCase, find_cases
 from ._models import judge_model
 from ._operators import judge_operator
 from ._report import Line, Precision, closing_line
 
 
-def judge(root: Path, precisions: tuple[Precision, ...], show=print) -> list[Line]:
-    """Judge every case below `root` in every precision; each line is shown as soon as it is known."""
+def judge(root: Path, precisions: tuple[Precision, ...]) -> Iterator[list[Line]]:
+    """The lines of one case in one precision after another, for every case below `root`."""
     models, operators = find_cases(root)
-    lines: list[Line] = []
-    for case in [*models, *operators]:
-        for precision in precisions:
-            with jax.enable_x64(precision == "float64"):
-                new = judge_model(case, precision) if case in models else judge_operator(case, precision)
-            for line in new:
-                show(line)
-            lines += new
-    return lines
+    for precision, case in itertools.product(precisions, [*models, *operators]):
+        with jax.enable_x64(precision == "float64"):
+            yield (
+                judge_model(case, precision)
+                if isinstance(case, ModelCase)
+                else judge_operator(case, precision)
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,11 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.path}: no such file or folder", file=sys.stderr)
         return 2
 
-    def show(line: Line) -> None:
-        if not (options.failures_only and line.passed):
-            print(line, flush=True)
-
-    lines = judge(options.path, precisions, show)
+    lines: list[Line] = []
+    for new in judge(options.path, precisions):
+        jax.clear_caches()  # every case has shapes of its own
+        for line in new:
+            if not (options.failures_only and line.passed):
+                print(line, flush=True)
+        lines += new
     if not lines:
         print(
             f"{options.path}: no case here (a folder with config.json and inputs.safetensors)",

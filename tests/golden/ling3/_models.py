@@ -1,5 +1,7 @@
 """Judges a checkpoint folder: our model on the case's inputs, value by value and gradient by gradient."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from model import ModelOutput, Transformer
 from model.hf import load_hf, to_checkpoint_tensors
 
 from ._folder import ModelCase
-from ._report import Judge, Line, Precision, summary_error
+from ._report import FAST_COMPILATION, Judge, Line, Precision, summary_error
 
 IGNORED = -100
 
@@ -51,7 +53,7 @@ class _Run:
         """The forward pass, and the gradients of the main loss and of the sum of the MTP losses: one program."""
         names = ["main", "mtp"] if self.mtp_scored else ["main"]
 
-        @eqx.filter_jit
+        @functools.partial(eqx.filter_jit, compiler_options=FAST_COMPILATION)
         def run(model: Transformer):
             arrays, static = eqx.partition(model, eqx.is_array)
             losses, pull, output = jax.vjp(

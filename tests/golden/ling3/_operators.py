@@ -7,7 +7,7 @@ import numpy as np
 from model._kda import kda_chunked, kda_recurrent, l2_normalize
 
 from ._folder import OperatorCase
-from ._report import Judge, Line, Precision
+from ._report import FAST_COMPILATION, Judge, Line, Precision
 
 FORMS = {"chunked": kda_chunked, "recurrent": kda_recurrent}
 
@@ -27,11 +27,11 @@ def judge_operator(case: OperatorCase, precision: Precision) -> list[Line]:
 
         def probed(inputs, run=run):
             o, s1 = run(inputs)
-            return jnp.sum(o * _probe(o.shape, dtype)) + jnp.sum(s1 * _probe(s1.shape, dtype))
+            return jnp.sum(o * _probe(o.shape, dtype)) + jnp.sum(s1 * _probe(s1.shape, dtype)), (o, s1)
 
         try:
-            o, s1 = jax.jit(run)(inputs)
-            gradients = jax.jit(jax.grad(probed))(inputs)
+            gradient = jax.grad(probed, has_aux=True)
+            gradients, (o, s1) = jax.jit(gradient, compiler_options=FAST_COMPILATION)(inputs)
         except Exception as error:  # one broken form must not hide the other cases
             judge.failure(f"{form}", f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
