@@ -1,0 +1,137 @@
+"""The counter of FLOPs and collectives against programs whose costs are known by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from train._aot_compile import needed_bytes
+from train._hlo_count import count_program, instruction_flops, replica_groups
+from train._hlo_parse import Instruction, Shape, parse_program, run_counts
+
+from .step_cases import mesh_of
+
+NUM_LAYERS, WIDTH, ROWS = 5, 64, 32
+MESH = {"data": 2, "fsdp": 4}
+
+
+def compiled(function, *arguments):
+    return parse_program(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def scanned(x, weights):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0])
+
+
+def unrolled(x, weights):
+    for i in range(NUM_LAYERS):
+        x = jnp.tanh(x @ weights[i])
+    return jnp.sum(x)
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    return jnp.ones((ROWS, WIDTH)), jnp.ones((NUM_LAYERS, WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("function", [scanned, unrolled])
+def test_a_loop_costs_what_its_unrolled_form_costs(function, arguments):
+    forward = 2 * ROWS * WIDTH * WIDTH * NUM_LAYERS
+    program = compiled(jax.grad(function, argnums=(0, 1)), *arguments)
+    assert count_program(program, {"data": 1}).flops == 3 * forward
+
+
+def test_nested_loops_multiply(arguments):
+    def nested(x, weights):
+        return jax.lax.scan(lambda x, _: (x + scanned(x, weights), None), x, jnp.arange(3))[0]
+
+    cost = count_program(compiled(nested, *arguments), {"data": 1})
+    assert cost.flops == 3 * 2 * ROWS * WIDTH * WIDTH * NUM_LAYERS
+
+
+def test_collectives_in_a_loop_count_every_trip_and_name_their_axis(arguments):
+    mesh = mesh_of(data=2, fsdp=4)
+
+    def body(x, weights):
+        def loss(weights):
+            def layer(x, w):
+                return jnp.tanh(x @ jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)), None
+
+            return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+        return jax.lax.psum(jax.grad(loss)(weights), "data")
+
+    spec = PartitionSpec(None, "fsdp")
+    rows = PartitionSpec(("data", "fsdp"))
+    step = jax.shard_map(body, mesh=mesh, in_specs=(rows, spec), out_specs=spec, check_vma=False)
+    uses = count_program(compiled(step, *arguments), dict(mesh.shape)).collectives
+    size = WIDTH * WIDTH * 4
+    assert {(u.kind, u.axis, u.count, u.num_bytes) for u in uses} == {
+        ("all-gather", "fsdp", NUM_LAYERS, NUM_LAYERS * size),
+        ("reduce-scatter", "fsdp", NUM_LAYERS, NUM_LAYERS * size),
+        ("all-reduce", "data", 1, NUM_LAYERS * size // 4),
+    }
+    wire = {u.kind: u.wire_bytes for u in uses}
+    assert wire["all-gather"] == NUM_LAYERS * size * 3 // 4
+    assert wire["all-reduce"] == NUM_LAYERS * size // 4
+
+
+def convolution(dims, labels, window):
+    left, right, out = (Shape("f32", d) for d in dims)
+    window = f"window={{{window}}}, " if window else ""
+    return instruction_flops(
+        Instruction("c", "convolution", (out,), ("a", "b"), f", {window}dim_labels={labels}", False),
+        [left, right],
+    )
+
+
+def test_a_matrix_product_written_as_a_convolution_has_its_own_flops():
+    assert convolution([(32, 64), (64, 16), (32, 16)], "bf_io->bf", "") == 2 * 32 * 64 * 16
+
+
+def test_batched_product_written_as_a_dilated_window_does_not_count_holes():
+    # TPUs put the batch of an einsum into a window of which one entry in `batch` is real.
+    batch = 8
+    flops = convolution(
+        [(batch, 32, 64), (batch, 64, 16), (batch, 32, 16)],
+        "0bf_0io->0bf",
+        f"size={batch} stride={batch - 1} lhs_dilate={batch}",
+    )
+    assert flops == 2 * batch * 32 * 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data'}", [[0, 2], [1, 3]]),
+        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
+    ],
+)
+def test_every_spelling_of_groups_is_read(text, want):
+    assert sorted(replica_groups(text)) == want
+
+
+def test_strings_that_go_over_lines_do_not_end_a_computation():
+    text = (
+        "ENTRY %main (p: f32[2]) -> f32[2] {\n"
+        '  %a = f32[2]{0} custom-call(%p), custom_call_target="x", backend_config="{\n'
+        '} more"\n'
+        "  ROOT %b = f32[2]{0} add(%a, %a)\n"
+        "}\n"
+    )
+    program = parse_program(text)
+    assert [i.name for i in program.computations["main"]] == ["a", "b"]
+    assert run_counts(program) == {"main": 1}
+
+
+def test_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        parse_program("HloModule empty\n")
+
+
+def test_memory_that_the_compiler_asked_for_in_vain_is_read():
+    assert needed_bytes("Ran out: Used 120.50G of 95.74G hbm. Exceeded") == int(120.5 * 2**30)
+    assert needed_bytes("other") is None

@@ -1,0 +1,162 @@
+"""The real training step, compiled for a mesh of devices that need not exist."""
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ._config import Config
+from ._examples import Batch
+from ._mesh import MeshWork, check_mesh, make_mesh
+from ._sharding import BATCH_SPEC
+from ._state import abstract_state, make_optimizer, state_shardings
+from ._step import make_train_step
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step, or why there is none.
+
+    Attributes:
+        mesh: Its devices.
+        compiled: The executable; None when it does not fit.
+        lower_seconds: Wall seconds of tracing and lowering.
+        compile_seconds: Wall seconds of XLA.
+        compile_cpu_seconds: Processor seconds of XLA.
+        needed_bytes: Memory that the compiler asked for in vain; None when it fits.
+        failure: The compiler's words when it does not fit, else empty.
+    """
+
+    mesh: Mesh
+    compiled: Any
+    lower_seconds: float
+    compile_seconds: float
+    compile_cpu_seconds: float
+    needed_bytes: int | None = None
+    failure: str = ""
+
+
+def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
+    """Devices of a TPU topology such as `v5p:4x4x4`, described by libtpu; no chip is opened.
+
+    Raises:
+        ValueError: libtpu is missing, or does not know the topology.
+    """
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **({"num_slices": num_slices} if num_slices > 1 else {})
+        )
+    except Exception as error:
+        raise ValueError(
+            f"no topology {topology!r}: {str(error).splitlines()[0]}; install the tpu extra, and use a name such as"
+            " v5p:4x4x4, v6e:4x4 or tpu7x:4x4x4"
+        ) from error
+    return described.devices
+
+
+def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
+    """The step of `config` for `devices`, compiled from shapes alone.
+
+    Raises:
+        ValueError: The mesh does not divide the work, or the compiler fails for another reason than memory.
+    """
+    mesh = make_mesh(config.mesh, devices=devices)
+    check_mesh(mesh, mesh_work(config))
+    optimizer = make_optimizer(config.optimizer, config.model)
+    step = make_train_step(
+        config.model,
+        config.loss,
+        optimizer,
+        mesh,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        config=config.step,
+    )
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        abstract_state(config.model, optimizer),
+        state_shardings(config.model, optimizer, mesh),
+    )
+    start = time.monotonic()
+    # jax.jit, not eqx.filter_jit: the latter takes shapes for static values. The model holds arrays alone.
+    lowered = jax.jit(step, donate_argnums=1).lower(_abstract_batch(config, mesh), state)
+    middle, processor = time.monotonic(), time.process_time()
+    compiled, failure = None, ""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        failure = str(error)
+    return CompiledStep(
+        mesh=mesh,
+        compiled=compiled,
+        lower_seconds=middle - start,
+        compile_seconds=time.monotonic() - middle,
+        compile_cpu_seconds=time.process_time() - processor,
+        needed_bytes=needed_bytes(failure),
+        failure=failure,
+    )
+
+
+def mesh_work(config: Config) -> MeshWork:
+    """What the mesh of `config` has to divide."""
+    model = config.model
+    attention = model.mla or model.gqa
+    widths = [model.intermediate_size, model.moe.moe_intermediate_size if model.moe else None]
+    return MeshWork(
+        num_rows=config.batch.num_rows,
+        num_positions=config.batch.num_positions,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        num_heads=attention.num_heads if attention else 1,
+        num_experts=model.moe.num_experts if model.moe else 0,
+        vocab_size=model.vocab_size,
+        ffn_sizes=tuple(width for width in widths if width is not None),
+        model_size=model.hidden_size,
+    )
+
+
+def needed_bytes(failure: str) -> int | None:
+    """Bytes in the compiler's "Used 120.5G of 95.74G hbm"; None when it says no such thing."""
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", failure)
+    if match is None:
+        return None
+    return int(float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " "))
+
+
+def state_bytes(config: Config, mesh: Mesh) -> tuple[int, int]:
+    """Bytes of parameters and of optimizer state on one device, without padding to tiles."""
+    optimizer = make_optimizer(config.optimizer, config.model)
+    state = abstract_state(config.model, optimizer)
+    shardings = state_shardings(config.model, optimizer, mesh)
+
+    def total(tree: Any, places: Any) -> int:
+        return sum(
+            int(jnp.dtype(x.dtype).itemsize) * math.prod(s.shard_shape(x.shape))
+            for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+        )
+
+    return total(state.model, shardings.model), total(state.optimizer, shardings.optimizer)
+
+
+def _abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    shape = (config.batch.num_rows, config.batch.num_positions)
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    flags = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    return Batch(tokens=numbers, targets=numbers, loss_mask=flags, segment_ids=numbers, positions=numbers)

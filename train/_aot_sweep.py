@@ -1,0 +1,56 @@
+"""Mesh shapes and rematerialization policies, tried one after the other and ranked."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ._aot_chip import Chip
+from ._aot_compile import compile_step, mesh_work
+from ._aot_report import AotReport, make_report
+from ._config import Config
+from ._mesh import MeshConfig, check_mesh, make_mesh
+
+POLICIES = ("none", "dots", "block")
+
+
+def candidates(config: Config, devices: Sequence[Any]) -> Iterator[Config]:
+    """Configs whose mesh divides the work: fsdp with up to 16 expert and 8 context devices, each with every policy."""
+    count = len(devices)
+    num_experts = config.model.moe.num_experts if config.model.moe else 1
+    experts = [n for n in (1, 2, 4, 8, 16) if num_experts % n == 0]
+    for expert, context, remat in itertools.product(experts, (1, 2, 4, 8), POLICIES):
+        if count % (expert * context) or count < expert * context:
+            continue
+        mesh = MeshConfig(
+            data=config.mesh.num_slices,
+            fsdp=-1,
+            expert=expert,
+            context=context,
+            num_slices=config.mesh.num_slices,
+        )
+        changed = dataclasses.replace(config, mesh=mesh, model=dataclasses.replace(config.model, remat=remat))
+        try:
+            check_mesh(make_mesh(mesh, devices=devices), mesh_work(changed))
+        except ValueError:
+            continue
+        yield changed
+
+
+def sweep(
+    config: Config, topology: str, chip: Chip, devices: Sequence[Any], limit: int
+) -> Iterator[AotReport | str]:
+    """Reports of the first `limit` candidates; the reason in words for one that the compiler refuses."""
+    for changed in itertools.islice(candidates(config, devices), limit):
+        try:
+            yield make_report(changed, topology, chip, compile_step(changed, devices))
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            yield f"{changed.mesh.sizes} {changed.model.remat}: {str(error).splitlines()[0][:300]}"
+
+
+def ranked(reports: Sequence[AotReport]) -> list[AotReport]:
+    """Those that fit, the fastest first, then those that do not, the smallest first."""
+    return sorted(
+        reports,
+        key=lambda r: (not r.fits, r.estimated_step_seconds if r.fits else r.hbm_bytes_per_device),
+    )
