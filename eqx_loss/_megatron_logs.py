@@ -121,7 +121,8 @@ def _router_z(
     layout: BatchLayout,
 ) -> Float[Array, "R C"]:
     """Sum over layers of each micro-batch's mean, over layers and micro-batches."""
-    masks = router_masks(padding, counts, rules, segments, semantics.mtp_roll_across_documents)
+    counted = router_masks(padding, counts, rules, segments, semantics.mtp_roll_across_documents)
+    masks = [entry.mask for entry in counted]
     total = jnp.zeros(counts.tokens.shape)
     for layer, mask in zip(router.logsumexp, _masks_by_layer(masks, router.logsumexp.shape[0])):
         votes = mask.astype(layer.dtype)
@@ -141,7 +142,8 @@ def _load_balance(
 ) -> Float[Array, "R C"]:
     """Megatron's loss of each micro-batch, summed over context ranks (global: over all ranks)."""
     num_layers, num_rows = router.logsumexp.shape[:2]
-    masks = router_masks(padding, counts, rules, segments, semantics.mtp_roll_across_documents)
+    counted = router_masks(padding, counts, rules, segments, semantics.mtp_roll_across_documents)
+    masks = [entry.mask for entry in counted]
     by_row = load_balance_rows(router, semantics, layout).reshape(num_layers, num_rows, -1).sum(-1)
     size = semantics.micro_batch_size
     total = jnp.zeros((layout.num_groups,))

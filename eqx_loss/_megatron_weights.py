@@ -7,6 +7,7 @@ lm tokens, MTP tokens and router positions of one (micro-batch, context rank); `
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -48,6 +49,13 @@ class MegatronCounts(eqx.Module):
     raw_tokens: Float[Array, "G C"]
     mtp_tokens: Float[Array, "M G C"]
     total: Float[Array, ""]
+
+
+class CountedPositions(NamedTuple):
+    """Positions that some routers count, and whether a padding mask says so."""
+
+    mask: Bool[Array, "B S"]
+    is_padded: bool
 
 
 def megatron_counts(
@@ -124,7 +132,7 @@ def megatron_weights(
         roll_across_documents=semantics.mtp_roll_across_documents,
     )
     masks = router_masks(router_mask, counts, rules, segment_ids, semantics.mtp_roll_across_documents)
-    routers = [_router_weights(clean, mask, counts, semantics, rules, layout) for mask in masks]
+    routers = [_router_weights(counted, counts, semantics, rules, layout) for counted in masks]
     lm_empty, mtp_empty = _scored_anyway(counts, semantics, rules)
     lm = _lm_objective(counts, semantics, rules)
     return dataclasses.replace(
@@ -150,9 +158,9 @@ def router_masks(
     rules: MegatronRules,
     segment_ids: Int[Array, "B S"] | None,
     roll_across_documents: bool,
-) -> list[Bool[Array, "B S"]]:
+) -> list[CountedPositions]:
     """Counted positions of the decoder's routers, then of each MTP depth's if they differ."""
-    everything = jnp.ones(counts.votes.shape, bool)
+    everything = CountedPositions(jnp.ones(counts.votes.shape, bool), is_padded=False)
     num_mtp_layers = counts.mtp_votes.shape[0]
     if router_mask is None:
         return [everything]
@@ -160,12 +168,13 @@ def router_masks(
         case RouterPadding.NONE:
             return [everything]
         case RouterPadding.DECODER:
-            return [router_mask, *[everything] * num_mtp_layers]
+            return [CountedPositions(router_mask, is_padded=True), *[everything] * num_mtp_layers]
         case RouterPadding.DECODER_AND_MTP:
             # The padding mask is shifted like the tokens; a freed slot is 0, no padding.
             joined = joined_to_next(router_mask.shape, None if roll_across_documents else segment_ids)
             depths = range(1, num_mtp_layers + 1)
-            return [router_mask, *(~shift_left(~router_mask, joined, depth=depth) for depth in depths)]
+            shifted = [~shift_left(~router_mask, joined, depth=depth) for depth in depths]
+            return [CountedPositions(mask, is_padded=True) for mask in (router_mask, *shifted)]
 
 
 def mean_over(
@@ -235,8 +244,7 @@ def _mtp_objective(
 
 
 def _router_weights(
-    clean: LossWeights,
-    mask: Bool[Array, "B S"],
+    counted: CountedPositions,
     counts: MegatronCounts,
     semantics: LossSemantics,
     rules: MegatronRules,
@@ -244,7 +252,7 @@ def _router_weights(
 ) -> RouterWeights:
     """Router weights for one set of counted positions."""
     cut = counts.cut
-    votes = mask.astype(counts.votes.dtype)
+    votes = counted.mask.astype(counts.votes.dtype)
     tau = cut.sums(votes)
     if semantics.calculate_per_token_loss:
         # Megatron injects coefficient / C times the mean, times tau, and divides all by T.
@@ -259,15 +267,18 @@ def _router_weights(
     whole = jnp.repeat(jnp.sum(tau, axis=1, keepdims=True), semantics.micro_batch_size, axis=0)
     return RouterWeights(
         objective=objective * _context_scale(semantics, rules),
-        mask=mask,
+        mask=counted.mask,
         mean=votes / jnp.maximum(whole, 1),
-        load_balance_objective=_load_balance_objective(tau, counts, semantics, rules, layout),
+        load_balance_objective=_load_balance_objective(
+            tau, counted.is_padded, counts, semantics, rules, layout
+        ),
         load_balance_mean=jnp.where(of_unit > 0, 1 / jnp.maximum(of_unit, 1), 0),
     )
 
 
 def _load_balance_objective(
     tau: Float[Array, "G C"],
+    is_padded: bool,
     counts: MegatronCounts,
     semantics: LossSemantics,
     rules: MegatronRules,
@@ -276,7 +287,9 @@ def _load_balance_objective(
     """Weight of `E * sum_e f_e (sum of scores)_e` of each row's part on each context rank.
 
     Megatron's loss of a rank is that sum over the positions of the unit. An empty unit divides by
-    0 (NaN, in every release).
+    0 (NaN, in every release). With `calculate_per_token_loss=True` it is multiplied by the rank's
+    positions; with a padding mask these are counted after an in-place all-reduce over the unit's
+    ranks (`get_tokens_per_expert_and_token_count`), so they are the unit's.
     """
     if semantics.load_balance_scope is LoadBalanceScope.GLOBAL_BATCH:
         units = _over_data_ranks(tau, semantics, rules, layout)
@@ -284,7 +297,8 @@ def _load_balance_objective(
         units = jnp.sum(tau, axis=1, keepdims=True)
     scale = _context_scale(semantics, rules)
     if semantics.calculate_per_token_loss:
-        factor = tau * scale / jnp.maximum(counts.total, 1)
+        multiplier = jnp.broadcast_to(units, tau.shape) if is_padded else tau
+        factor = multiplier * scale / jnp.maximum(counts.total, 1)
         if (
             semantics.load_balance_scope is LoadBalanceScope.SEQUENCE
             and rules.sequence_tokens is SequenceTokens.SEQUENCE
