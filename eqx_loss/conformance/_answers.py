@@ -1,7 +1,7 @@
 """eqx_loss's answers to the conformance cases: which function of ours answers which task."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,8 @@ def objective(inputs: Inputs) -> Outputs:
         ]
         return jnp.sum(jnp.stack(parts))
 
-    loss, gradient = jax.jit(jax.value_and_grad(total))(_floats(inputs["logits"]))
-    return {"loss": float(loss), "num_tokens": int(jnp.sum(mask)), "grad_logits": gradient.tolist()}
+    result = cast("tuple[Array, Array]", jax.jit(jax.value_and_grad(total))(_floats(inputs["logits"])))
+    return {"loss": float(result[0]), "num_tokens": int(jnp.sum(mask)), "grad_logits": result[1].tolist()}
 
 
 def per_token(inputs: Inputs) -> Outputs:

@@ -1,7 +1,7 @@
 """Answers to the MTP, router and linear-head tasks of the conformance kit."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,8 @@ def linear_head(inputs: Inputs) -> Outputs:
         ]
         return jnp.sum(jnp.stack(parts))
 
-    loss, (grad_hidden, grad_head) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
+    result = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
+    loss, (grad_hidden, grad_head) = cast("tuple[Array, tuple[Array, Array]]", result)
     return {"loss": float(loss), "grad_hidden": grad_hidden.tolist(), "grad_head": grad_head.tolist()}
 
 
