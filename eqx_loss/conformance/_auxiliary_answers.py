@@ -113,8 +113,10 @@ def linear_head(inputs: Inputs) -> Outputs:
         ]
         return jnp.sum(jnp.stack(parts))
 
-    result = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
-    loss, (grad_hidden, grad_head) = cast("tuple[Array, tuple[Array, Array]]", result)
+    loss, (grad_hidden, grad_head) = cast(
+        "tuple[Array, tuple[Array, Array]]",
+        jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head),
+    )
     return {"loss": float(loss), "grad_hidden": grad_hidden.tolist(), "grad_head": grad_head.tolist()}
 
 
