@@ -87,15 +87,16 @@ def explain_linear_cross_entropy(
         ValueError: Shapes that do not fit together or the mesh, or an implementation that cannot
             do what `rules` asks.
     """
-    num_heads, rows, positions = _token_shape(hidden, unembed, rules)
+    num_heads, rows, positions = _token_shape(hidden, unembed, rules, execution)
     backend = _backend(execution)
     sharding = execution.sharding
     accumulator = jnp.promote_types(jnp.promote_types(hidden.dtype, unembed.dtype), jnp.float32)
-    if sharding is not None:
+    outside = sharding is not None and not sharding.inside_shard_map
+    if sharding is not None and outside:
         rows, positions = _local_tokens(rows, positions, sharding)
     residency, axes = _residency(unembed, accumulator, execution)
     num_shards = 1 if sharding is None else sharding.size(axes)
-    num_columns = unembed.shape[1] // num_shards
+    num_columns = unembed.shape[1] // num_shards if outside else unembed.shape[1]
     token_axes = () if sharding is None else (*sharding.rows, *sharding.positions)
     travel = tuple(axis for axis in axes if axis in token_axes)
     num_travel = 1 if sharding is None else sharding.size(travel)
@@ -105,7 +106,7 @@ def explain_linear_cross_entropy(
     vocab_cut = VocabCut(
         num_columns=num_columns,
         tile_size=columns_tile,
-        num_classes=unembed.shape[1] if rules.vocab_size is None else rules.vocab_size,
+        num_classes=num_columns * num_shards if rules.vocab_size is None else rules.vocab_size,
         axes=axes,
         num_shards=num_shards,
         keep_logits=keep_logits,
@@ -136,7 +137,7 @@ def explain_linear_cross_entropy(
         token_cut=TokenCut(
             tile_size=tokens_tile,
             travel_axes=travel,
-            mesh_axes=() if sharding is None else tuple(sharding.mesh.axis_names),
+            mesh_axes=_meeting_axes(sharding, axes),
         ),
         vocab_cut=vocab_cut,
         keep_rows=keep_rows,
@@ -165,7 +166,10 @@ def balanced_tile(total: int, target: int, grain: int) -> int:
 
 
 def _token_shape(
-    hidden: jax.Array | jax.ShapeDtypeStruct, unembed: jax.Array | jax.ShapeDtypeStruct, rules: XentRules
+    hidden: jax.Array | jax.ShapeDtypeStruct,
+    unembed: jax.Array | jax.ShapeDtypeStruct,
+    rules: XentRules,
+    execution: XentExecution,
 ) -> tuple[int, int, int]:
     if hidden.ndim not in (3, 4) or unembed.ndim != 2 or hidden.shape[-1] != unembed.shape[0]:
         raise ValueError(
@@ -173,14 +177,24 @@ def _token_shape(
             f"{hidden.shape} and {unembed.shape}"
         )
     num_heads = hidden.shape[0] if hidden.ndim == 4 else 1
-    if rules.vocab_size is not None and rules.vocab_size > unembed.shape[1]:
-        raise ValueError(f"vocab_size must be at most V={unembed.shape[1]}, got {rules.vocab_size}")
+    num_columns = unembed.shape[1]
+    if execution.sharding is not None and execution.sharding.inside_shard_map:
+        num_columns *= execution.sharding.size(execution.sharding.vocab)
+    if rules.vocab_size is not None and rules.vocab_size > num_columns:
+        raise ValueError(f"vocab_size must be at most V={num_columns}, got {rules.vocab_size}")
     if len(rules.z_loss_multipliers(num_heads)) != num_heads:
         raise ValueError(
             f"z_loss_multiplier must hold one number a head ({num_heads}) or be one number, got "
             f"{rules.z_loss_multiplier}"
         )
     return num_heads, hidden.shape[-3], hidden.shape[-2]
+
+
+def _meeting_axes(sharding: XentSharding | None, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Mesh axes whose devices must visit the same tiles."""
+    if sharding is None:
+        return ()
+    return axes if sharding.inside_shard_map else tuple(sharding.mesh.axis_names)
 
 
 def _backend(execution: XentExecution) -> Backend:
@@ -223,8 +237,8 @@ def _residency(
 ) -> tuple[UnembedResidency, tuple[str, ...]]:
     """Where unembed lives during the pass, and the mesh axes that cut its columns then."""
     sharding = execution.sharding
-    if sharding is None:
-        return "gathered", ()
+    if sharding is None or sharding.inside_shard_map:
+        return "gathered", () if sharding is None else sharding.vocab
     width, columns = unembed.shape
     for size, axes in ((width, sharding.unembed_axes(0)), (columns, sharding.unembed_axes(1))):
         if size % sharding.size(axes):

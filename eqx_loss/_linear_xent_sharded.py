@@ -86,7 +86,7 @@ def gradient_on_devices(
 def _map(body: Callable[..., Any], plan: XentPlan, arguments: str, results: str) -> Callable[..., Any]:
     """`body` on every device of the plan's mesh; letters: t per token, u unembed, g gradients."""
     sharding = plan.sharding
-    if sharding is None:
+    if sharding is None or sharding.inside_shard_map:
         return body
     per_token = PartitionSpec(None, sharding.rows or None, sharding.positions or None)
     specs: dict[str, Any] = {

@@ -108,6 +108,9 @@ class XentSharding:
             travel instead, one token tile at a time. "auto" gathers while the gathered copy and its
             float32 gradient stay below `max_gathered_bytes`.
         max_gathered_bytes: Budget of "auto", bytes a device.
+        inside_shard_map: True where the call stands inside a `shard_map` already: the arguments are
+            one device's parts, `unembed` is cut by `vocab` alone, and summing its gradient over the
+            devices with other tokens is the caller's.
     """
 
     mesh: Mesh
@@ -117,6 +120,7 @@ class XentSharding:
     unembed: PartitionSpec = REPLICATED
     residency: UnembedResidency = "auto"
     max_gathered_bytes: int = 4 << 30
+    inside_shard_map: bool = False
 
     def __post_init__(self) -> None:
         used = (*self.rows, *self.positions, *self.vocab)
@@ -133,6 +137,14 @@ class XentSharding:
             raise ValueError(
                 f"the V dimension of unembed must be cut by vocab={self.vocab} first, got {columns}; "
                 "order the axes of its PartitionSpec so"
+            )
+        if self.inside_shard_map and (
+            self.rows or self.positions or self.unembed_axes(0) or columns != self.vocab
+        ):
+            raise ValueError(
+                "inside_shard_map takes vocab alone: rows and positions are this device's already, and unembed "
+                f"must be cut by {self.vocab} in its V dimension only, got rows={self.rows}, "
+                f"positions={self.positions}, unembed={self.unembed}"
             )
 
     def unembed_axes(self, dimension: int) -> tuple[str, ...]:
