@@ -16,6 +16,7 @@ from ._norm import rms_norm
 from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
 from ._param import matrix, param
 from ._precision import widen
+from ._random import uniform
 from ._rows import Rows
 
 
@@ -113,7 +114,7 @@ def init_kda(config: KdaConfig, hidden_size: int, std: float, norm_eps: float, *
     def conv(i: int) -> Float[Array, "H K W"]:
         return init_normal((heads, width, taps), taps**-0.5, key=keys[i])
 
-    step = jnp.exp(jax.random.uniform(keys[9], (heads, width), minval=math.log(1e-3), maxval=math.log(1e-1)))
+    step = jnp.exp(uniform(keys[9], (heads, width), math.log(1e-3), math.log(1e-1)))
     step = jnp.maximum(step, 1e-4)
     return Kda(
         q=wide(0),
@@ -123,7 +124,7 @@ def init_kda(config: KdaConfig, hidden_size: int, std: float, norm_eps: float, *
         k_conv=conv(4),
         v_conv=conv(5),
         forget=wide(6),
-        A_log=jnp.log(jax.random.uniform(keys[8], (heads,), minval=1.0, maxval=16.0)),
+        A_log=jnp.log(uniform(keys[8], (heads,), 1.0, 16.0)),
         dt_bias=step + jnp.log(-jnp.expm1(-step)),
         beta=init_normal((hidden_size, heads), std, key=keys[10]),
         gate=wide(7),

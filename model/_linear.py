@@ -1,13 +1,14 @@
 """Weights and the products with them."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._random import normal
 
 
 def init_normal(shape: tuple[int, ...], std: float, *, key: PRNGKeyArray) -> Float[Array, "..."]:
     """Float32 array of independent normal values with mean 0 and standard deviation `std`."""
-    return std * jax.random.normal(key, shape, dtype=jnp.float32)
+    return std * normal(key, shape)
 
 
 def project(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
