@@ -131,8 +131,10 @@ def _fit(x: NDArray[np.float64], difference: NDArray[np.float64]) -> tuple[float
 
 def _plausible(name: str, coefficient: float) -> bool:
     match name:
-        case "router_z" | "lm_z" | "load_balance":
+        case "router_z" | "load_balance":
             return _Z_COEFFICIENTS[0] <= abs(coefficient) <= _Z_COEFFICIENTS[1]
+        case "lm_z":  # some logs carry the coefficient already
+            return _Z_COEFFICIENTS[0] <= abs(coefficient) <= 2
         case "mtp" | "mtp_weighted":
             return 1e-3 <= abs(coefficient) <= 2
         case _:

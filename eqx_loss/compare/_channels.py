@@ -152,8 +152,10 @@ _STAND_IN = {
 
 def first_step_rule(run: Run) -> int | None:
     """The number that the run's trainer gives its first step, or None where there is no rule."""
+    if "learning/objective" in run.names:
+        return 1  # our trainer counts steps done
     if any(name.startswith("learning/") for name in run.names):
-        return 0  # MaxText's names and ours
+        return 0  # MaxText
     if _named_by_megatron(run):
         return _FIRST_STEP[LogFormat.MEGATRON]
     return _FIRST_STEP.get(run.format)

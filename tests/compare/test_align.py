@@ -28,6 +28,17 @@ def test_megatron_iteration_one_is_maxtext_step_zero(tmp_path):
     assert [channel.statistics.num_steps for channel in result.channels[:2]] == [120, 120]
 
 
+def test_our_trainer_counts_steps_done(tmp_path):
+    ours = logs.metrics_jsonl(LM, MTP, first=1, **{"learning/objective": LM + 0.3})
+    megatron = compare(tmp_path, logs.megatron_text(LM, MTP), ours)
+    assert (megatron.alignment.offset, megatron.alignment.source) == (0, "expected")
+    reference = compare(tmp_path, logs.reference_json(LM, MTP), ours)
+    assert (reference.alignment.offset, reference.alignment.source) == (-1, "expected")
+    assert megatron.passed
+    assert reference.passed
+    assert reference.channels[0].statistics.num_steps == 120
+
+
 def test_other_offset_between_trainers_is_found(tmp_path):
     # The fork's reference run: Megatron iteration = MaxText step + 2.
     result = compare(tmp_path, logs.megatron_text(LM, first=2), logs.maxtext_text(LM))
