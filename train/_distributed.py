@@ -1,0 +1,77 @@
+"""Several processes as one run: who they are, from the environment of a launcher."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+
+EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes of a run.
+
+    Attributes:
+        coordinator: host:port of process 0; None where jax finds it by itself (TPU pods, SLURM, Open MPI).
+        count: Number of processes; None likewise.
+        index: Number of this process, from 0; None likewise.
+    """
+
+    coordinator: str | None = None
+    count: int | None = None
+    index: int | None = None
+
+
+def find_processes(environment: Mapping[str, str]) -> Processes | None:
+    """What the environment says of other processes; None for a process that is alone.
+
+    Explicit variables win: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Else SLURM
+    (`SLURM_NTASKS` above 1), Open MPI (`OMPI_COMM_WORLD_SIZE` above 1) and TPU pods (several
+    `TPU_WORKER_HOSTNAMES`) are left to `jax.distributed.initialize`, which knows them.
+
+    Raises:
+        ValueError: The explicit variables are incomplete or impossible.
+    """
+    given = [name for name in EXPLICIT if environment.get(name)]
+    if given:
+        return _explicit(environment, given)
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        if environment.get(name, "1").isdigit() and int(environment.get(name, "1")) > 1:
+            return Processes()
+    if len([host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]) > 1:
+        return Processes()
+    return None
+
+
+def join_processes(processes: Processes | None) -> None:
+    """Connects this process with the others; must precede every other use of jax. None does nothing.
+
+    On CPUs collectives use gloo.
+    """
+    if processes is None:
+        return
+    if (jax.config.jax_platforms or "").split(",")[0] == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator_address=processes.coordinator,
+        num_processes=processes.count,
+        process_id=processes.index,
+    )
+
+
+def is_first_process() -> bool:
+    """Whether this process writes logs, checkpoint manifests and reports."""
+    return jax.process_index() == 0
+
+
+def _explicit(environment: Mapping[str, str], given: list[str]) -> Processes:
+    missing = [name for name in EXPLICIT if name not in given]
+    if missing:
+        raise ValueError(f"{', '.join(given)} set without {', '.join(missing)}; set all three or none")
+    address, count, index = (environment[name] for name in EXPLICIT)
+    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+        raise ValueError(
+            f"JAX_PROCESS_ID must be a number below JAX_NUM_PROCESSES, got {index!r} and {count!r}"
+        )
+    return Processes(coordinator=address, count=int(count), index=int(index))
