@@ -1,5 +1,7 @@
 """`loss_weights`: the weights of every term of a whole global batch, under any semantics."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -98,7 +100,7 @@ def _restored(weights: LossWeights, layout: BatchLayout, num_rows: int) -> LossW
     if layout.row_order is None:
         return weights
 
-    def restore(path: tuple[jax.tree_util.GetAttrKey, ...], array: Array) -> Array:
+    def restore(path: tuple[Any, ...], array: Array) -> Array:
         if path[-1].name == "load_balance_objective":
             return layout.restored(array.reshape(num_rows, -1)).reshape(-1)
         axis = 1 if path[0].name.startswith("mtp_") and path[0].name != "mtp_routers" else 0
