@@ -61,7 +61,7 @@ def train(
     console: Console,
     is_fresh: bool = False,
     is_forced: bool = False,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> RunResult:
     """Trains as `config` says, from the newest checkpoint of its run folder if there is one.
 

@@ -122,7 +122,11 @@ class Program:
         return self._put(rows, self._num_rows)
 
 
-def make_program(config: Config, dataset: Dataset, devices: Sequence[jax.Device] | None = None) -> Program:
+def make_program(
+    config: Config,
+    dataset: Dataset,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Program:
     """The program of a run on `devices`; None is all devices of all processes.
 
     Raises:

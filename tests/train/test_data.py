@@ -224,11 +224,14 @@ def test_batches_depend_on_seed_and_step_alone():
     assert digest(TrainBatches(pack(), 4, seed=4)[0]) != digest(first[0])
 
 
-def test_every_pass_holds_every_row_once_in_a_new_order():
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_every_pass_holds_every_row_once_in_a_new_order(num_rows):
     rows = pack()
-    source = TrainBatches(rows, 1, seed=0)
+    source = TrainBatches(rows, num_rows, seed=0)
+    batches = (source[step] for step in range(3 * len(rows)))
+    drawn = [digest([array[i] for array in batch]) for batch in batches for i in range(num_rows)]
+    passes = [drawn[p * len(rows) : (p + 1) * len(rows)] for p in range(3)]
     everything = sorted(digest(row) for row in rows)
-    passes = [[digest([a[0] for a in source[p * len(rows) + i]]) for i in range(len(rows))] for p in range(3)]
     assert all(sorted(one) == everything for one in passes)
     assert passes[0] != passes[1]
 
