@@ -97,8 +97,8 @@ MUTATIONS = (
         kind="moe_aux",
         bug="load-balance counts are those of one row, not of the unit",
         file="eqx_loss/_router_output.py",
-        old="        units = load_balance_units(counts, scope, micro_batch_size=_unit_rows(semantics, layout, num_rows))",
-        new="        units = counts",
+        old="units = load_balance_units(counts, scope, micro_batch_size=_unit_rows(semantics, layout, num_rows))",
+        new="units = counts",
         tests=_OUTPUT,
     ),
     Mutation(

@@ -15,7 +15,18 @@ ALLOWED = {
     "eqx_loss": CORE,
     "model": CORE | {"safetensors", "ml_dtypes"},
     "train": CORE
-    | {"eqx_loss", "model", "optax", "orbax", "grain", "pydantic", "pydantic_core", "yaml", "rich", "tensorboardX"},
+    | {
+        "eqx_loss",
+        "model",
+        "optax",
+        "orbax",
+        "grain",
+        "pydantic",
+        "pydantic_core",
+        "yaml",
+        "rich",
+        "tensorboardX",
+    },
 }
 
 
@@ -48,7 +59,9 @@ def _files(package: str) -> list[pathlib.Path]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_imports_only_what_it_may(package):
     allowed = ALLOWED[package] | {package} | set(sys.stdlib_module_names)
-    wrong = {str(path.relative_to(ROOT)): _imports(path, top_level=True) - allowed for path in _files(package)}
+    wrong = {
+        str(path.relative_to(ROOT)): _imports(path, top_level=True) - allowed for path in _files(package)
+    }
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
