@@ -130,3 +130,7 @@ def test_interval_means_are_compared_with_the_mean_of_the_denser_log(tmp_path):
     result = compare(tmp_path, *texts, offset=1, average=True)
     assert result.passed
     assert result.channels[0].statistics.num_steps == 12
+    holed = "".join(line for line in texts[1].splitlines(keepends=True) if "completed step: 25," not in line)
+    without = compare(tmp_path, texts[0], holed, offset=1, average=True)
+    assert without.passed  # an interval with a step missing has no mean
+    assert without.channels[0].statistics.num_steps == 11

@@ -115,7 +115,7 @@ def test_the_total_compared_with_lm_shows_the_mtp_term(tmp_path):
 
 
 def test_gathered_logits_summed_again_are_a_log_of_the_ranks(tmp_path):
-    cause = cause_of(tmp_path, LM + math.log(4))
+    cause = cause_of(tmp_path, LM * ROUNDING + math.log(4))
     assert cause.signature is Signature.CONSTANT_OFFSET
     assert "4 replicas" in cause.text
 

@@ -2,11 +2,13 @@
 
 import json
 import math
+import struct
 
 import numpy as np
 import pytest
 
 from eqx_loss.compare import LogError, LogFormat, read_run
+from eqx_loss.compare._tfevents import masked_crc32c
 
 from . import logs
 from .test_read_text import assert_series, read
@@ -108,6 +110,54 @@ def test_tensorboard_scalars_are_read_from_file_and_folder(tmp_path):
         assert run.format is LogFormat.TENSORBOARD
         assert_series(run, "learning/lm_loss", np.arange(60), LM, 6e-8)  # stored as float32
         assert_series(run, "learning/raw_mtp_loss", np.arange(60), MTP, 6e-8)
+
+
+def field(number, wire, payload):
+    """One protobuf field: varint (0), 64-bit (1), length-delimited (2) or 32-bit (5)."""
+    key = varint(number << 3 | wire)
+    return key + (varint(len(payload)) + payload if wire == 2 else payload)
+
+
+def varint(value):
+    value &= (1 << 64) - 1
+    parts = []
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def record(payload):
+    head = struct.pack("<Q", len(payload))
+    crcs = [struct.pack("<I", masked_crc32c(part)) for part in (head, payload)]
+    return head + crcs[0] + payload + crcs[1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        field(1, 0, varint(1)) + field(5, 2, struct.pack("<f", 2.5)),  # float_val, as TensorFlow 2 writes
+        field(1, 0, varint(1)) + field(4, 2, struct.pack("<f", 2.5)),  # tensor_content
+        field(1, 0, varint(2)) + field(6, 2, struct.pack("<d", 2.5)),  # double_val
+    ],
+)
+def test_scalars_stored_as_tensors_are_read(tmp_path, tensor):
+    value = field(1, 2, b"lm loss") + field(8, 2, tensor)
+    text = field(1, 2, b"notes") + field(8, 2, field(1, 0, varint(7)) + field(8, 2, b"hello"))
+    event = field(1, 1, struct.pack("<d", 0.0)) + field(2, 0, varint(7))
+    event += field(5, 2, field(1, 2, value) + field(1, 2, text))
+    before = field(2, 0, varint(-1)) + field(5, 2, field(1, 2, value))  # a negative step is ten bytes
+    run = read(tmp_path, record(field(3, 2, b"brain.Event:2")) + record(before) + record(event), "x.tfevents")
+    assert run.names == ("lm loss",)
+    np.testing.assert_array_equal(run.find("lm loss").steps, [-1, 7])
+    np.testing.assert_array_equal(run.find("lm loss").values, [2.5, 2.5])
+
+
+def test_the_checksum_is_crc32c():
+    # RFC 3720, appendix B.4: 32 bytes of zeros; masked as TFRecord does.
+    crc = 0x8A9136AA
+    masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    assert masked_crc32c(bytes(32)) == masked
 
 
 def test_a_cut_or_damaged_event_file_keeps_what_is_whole(tmp_path):

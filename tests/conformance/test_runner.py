@@ -31,6 +31,7 @@ GOOD = {"loss": 2.0, "grad": [1.0, 0.0], "note": math.nan}
         ({"outputs": {"loss": 2}}, "partial", "without grad, note"),
         ({"outputs": {**GOOD, "loss": 4.0}}, "known bug", "doubled"),
         ({"outputs": {**GOOD, "loss": "NaN"}}, "known bug", "nan"),
+        ({"outputs": {"grad": [2.0, 0.0]}}, "fail", "grad[0]"),
         ({"outputs": {**GOOD, "grad": [1.0]}}, "fail", "length must be 2, got 1"),
         ({"outputs": {**GOOD, "grad": 1.0}}, "fail", "no list"),
         ({"outputs": {**GOOD, "note": 0.0}}, "fail", "note"),
