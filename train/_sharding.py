@@ -83,13 +83,12 @@ def over_data(partition: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> P
     entries = [*partition, *([None] * (len(shape) - len(partition)))]
     if mesh.shape[DATA] == 1:
         return partition
-    order = sorted(
-        range(len(shape)), key=lambda i: (FSDP not in (entries[i] or ()), entries[i] is not None, i)
-    )
+    groups: list[tuple[str, ...]] = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries
+    ]
+    order = sorted(range(len(shape)), key=lambda i: (FSDP not in groups[i], bool(groups[i]), i))
     for i in order:
-        names = (
-            () if entries[i] is None else (entries[i],) if isinstance(entries[i], str) else tuple(entries[i])
-        )
+        names = groups[i]
         if shape[i] % (mesh.shape[DATA] * math.prod(mesh.shape[n] for n in names)) == 0:
             entries[i] = (*names, DATA)
             return PartitionSpec(*entries)

@@ -39,7 +39,12 @@ def run(num_processes: int) -> dict:
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-    results = [child.communicate(timeout=600) for child in children]
+    try:
+        results = [child.communicate(timeout=600) for child in children]
+    finally:
+        # One that failed leaves the others waiting for it.
+        for child in children:
+            child.kill()
     assert all(child.returncode == 0 for child in children), results[0][1][-3000:]
     return json.loads(results[0][0].splitlines()[-1])
 
