@@ -92,4 +92,8 @@ def add_logs(first: Logs, second: Logs) -> Logs:
 
 def zero_logs(like: Logs) -> Logs:
     """An empty log accumulator of the same structure; part of a run's checkpointed state."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    return jax.tree.map(_zeros, like)
+
+
+def _zeros(leaf: Array) -> Array:
+    return jnp.zeros(leaf.shape, leaf.dtype)

@@ -62,7 +62,9 @@ def causal_conv1d_after(
         )
     if (segment_ids is None) != (past_ids is None):
         raise ValueError("segment_ids and past_ids must be given together; past_ids of 0 cuts the past off")
-    ids = None if segment_ids is None else jnp.concatenate([past_ids, segment_ids], axis=1)
+    ids = (
+        None if segment_ids is None or past_ids is None else jnp.concatenate([past_ids, segment_ids], axis=1)
+    )
     rows = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     rows, weight, ids = vary_together((rows, weight, ids))
     return _conv(rows, weight, ids)

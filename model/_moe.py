@@ -72,9 +72,9 @@ def run_experts(
         limit: SwiGLU clamp.
         parallel: With an expert axis, `experts` are those of this device and tokens travel to theirs.
     """
-    is_cut = parallel is not None and parallel.expert_axis is not None
+    mesh = None if parallel is None or parallel.expert_axis is None else parallel
     num_local, num_chosen = experts.gate.shape[0], chosen.shape[1]
-    num_experts = num_local * (parallel.size(parallel.expert_axis) if is_cut else 1)
+    num_experts = num_local * (1 if mesh is None else mesh.size(mesh.expert_axis))
     flat = jnp.reshape(chosen, chosen.size)
     order = jnp.argsort(flat, stable=True)
     inverse = jnp.argsort(order)
@@ -92,9 +92,9 @@ def run_experts(
         hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(dtype)
         return grouped_matmul(hidden, experts.down.astype(dtype), group_sizes)
 
-    if is_cut:
+    if mesh is not None:
         capacity = buffer_rows(tokens.shape[0], num_chosen, num_local)
-        done = run_across(copies, capacity, products, parallel)
+        done = run_across(copies, capacity, products, mesh)
     else:
         done = products(copies.rows, copies.weights, copies.group_sizes)
     return _collect(done, order, inverse, num_chosen)

@@ -169,7 +169,10 @@ def _gather_forward(shard: Array, options: tuple[int, tuple[str, ...], str, str]
     return _gather(shard, options), None
 
 
-def _gather_backward(options: tuple[int, tuple[str, ...], str, str], _: None, grad: Array) -> tuple[Array]:
+def _gather_backward(
+    options: tuple[int, tuple[str, ...], str, str], residuals: None, grad: Array
+) -> tuple[Array]:
+    del residuals
     axis, names, _, reduce_dtype = options
     # Without the explicit cast the sum over devices would be in the dtype the weights travel in.
     part = jax.lax.psum_scatter(grad.astype(reduce_dtype), names, scatter_dimension=axis, tiled=True)
@@ -196,8 +199,9 @@ def _sink_forward(
 
 
 def _sink_backward(
-    options: tuple[int, tuple[str, ...], str, str, int], _: None, grad: Array
+    options: tuple[int, tuple[str, ...], str, str, int], residuals: None, grad: Array
 ) -> tuple[Array, Array]:
+    del residuals
     axis, _, _, sink_dtype, count = options
     shape = list(grad.shape)
     shape[axis] //= count

@@ -157,6 +157,7 @@ def state_bytes(config: Config, mesh: Mesh) -> tuple[int, int]:
 def _abstract_batch(config: Config, mesh: Mesh) -> Batch:
     shape = (config.batch.num_rows, config.batch.num_positions)
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    flags = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    # Any: a batch of shapes stands for a batch of arrays.
+    numbers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
     return Batch(tokens=numbers, targets=numbers, loss_mask=flags, segment_ids=numbers, positions=numbers)

@@ -219,9 +219,9 @@ def _sum_micro_steps(
 
 
 def _joined(first: Totals, second: Totals) -> Totals:
-    tops = (first.max_logits, second.max_logits)
+    one, other = first.max_logits, second.max_logits
     added = jax.tree.map(jnp.add, first._replace(max_logits=None), second._replace(max_logits=None))
-    return added._replace(max_logits=None if tops[0] is None or tops[1] is None else jnp.maximum(*tops))
+    return added._replace(max_logits=None if one is None or other is None else jnp.maximum(one, other))
 
 
 def _own_groups(plan: GradientPlan, weights: LossWeights) -> LossWeights:

@@ -9,12 +9,12 @@ Source: K. Jordan, github.com/KellerJordan/Muon; scale of arXiv:2502.16982, sect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -95,7 +95,8 @@ def scale_by_muon(
     def init(params: PyTree) -> MuonState:
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
 
-    def update(updates: PyTree, state: MuonState, params: PyTree | None = None) -> tuple[PyTree, MuonState]:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        # Any: optax types every state as one union.
         del params
         buffers = jax.tree.map(lambda g, m: config.momentum * m + g, updates, state.momentum)
         ahead = jax.tree.map(lambda g, m: g + config.momentum * m, updates, buffers)
@@ -185,7 +186,9 @@ def _orthogonal_local(
     return (scale * result).reshape(shape).transpose(_inverse(order))
 
 
-def _travel(block: Array, cuts: Sequence[tuple[int, tuple[str, ...]]], mesh: Mesh) -> tuple[Array, list[int]]:
+def _travel(
+    block: Array, cuts: Sequence[tuple[int, tuple[str, ...]]], mesh: Mesh | AbstractMesh
+) -> tuple[Array, list[int]]:
     counts: list[int] = []
     for axis, names in cuts:
         counts.append(block.shape[0])

@@ -167,7 +167,10 @@ class Optimizer:
         """Optimizer state: float32 zeros."""
         self.check(params)
         adamw, muon = self._split(params)
-        return OptimizerState(adamw=self._adamw.init(adamw), muon=self._muon(muon, None).init(muon))
+        # optax types every state as one union; these two are the states of their transformations.
+        adamw_state: Any = self._adamw.init(adamw)
+        muon_state: Any = self._muon(muon, None).init(muon)
+        return OptimizerState(adamw=adamw_state, muon=muon_state)
 
     def step(
         self,
@@ -245,9 +248,13 @@ class Optimizer:
         """Direction of every parameter in order, None for a frozen one, and the next state."""
         adamw, muon = self._split(grads)
         places = None if shardings is None else self._split(shardings)[1]
-        adamw, adamw_state = self._adamw.update(adamw, state.adamw)
-        muon, muon_state = self._muon(muon, places).update(muon, state.muon)
-        found = {**adamw, **muon}
+        adamw_state: Any
+        muon_state: Any
+        adamw_found: Any
+        muon_found: Any
+        adamw_found, adamw_state = self._adamw.update(adamw, state.adamw)
+        muon_found, muon_state = self._muon(muon, places).update(muon, state.muon)
+        found = {**adamw_found, **muon_found}
         ordered = [found.get(path) for path in parameter_paths(params)]
         return ordered, OptimizerState(adamw=adamw_state, muon=muon_state)
 
