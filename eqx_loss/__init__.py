@@ -20,6 +20,8 @@ from ._log import perplexity as perplexity
 from ._log import zero_logs as zero_logs
 from ._loss_weights import LossWeights as LossWeights
 from ._loss_weights import RouterWeights as RouterWeights
+from ._maxtext_logs import MaxTextLogs as MaxTextLogs
+from ._maxtext_logs import maxtext_logs as maxtext_logs
 from ._megatron_logs import MegatronLogs as MegatronLogs
 from ._megatron_logs import megatron_logs as megatron_logs
 from ._output import LossLogs as LossLogs

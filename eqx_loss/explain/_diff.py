@@ -91,14 +91,14 @@ def measure_difference(
         ours, theirs = _weights(first, batch), _weights(second, batch)
         found = [_measured("lm", ours.lm_objective, theirs.lm_objective, batch.xent)]
         for depth in range(batch.num_mtp_layers):
-            pair = ours.mtp_objective[depth], theirs.mtp_objective[depth]
-            found.append(_measured(f"mtp_{depth + 1}", *pair, None))
+            one, other = ours.mtp_objective[depth], theirs.mtp_objective[depth]
+            found.append(_measured(f"mtp_{depth + 1}", one, other, None))
         found.append(_measured("router_z", ours.router_objective, theirs.router_objective, None))
-        rows = batch.loss_mask.shape[0]
-        balance = [w.load_balance_objective.reshape(rows, -1) for w in (ours, theirs)]
-        width = max(b.shape[1] for b in balance)
-        spread = [jnp.repeat(b, width // b.shape[1], axis=1) for b in balance]
-        found.append(_measured("load_balance (per position)", *spread, None))
+        one, other = _balance(ours, batch), _balance(theirs, batch)
+        width = max(one.shape[1], other.shape[1])
+        one = jnp.repeat(one, width // one.shape[1], axis=1)
+        other = jnp.repeat(other, width // other.shape[1], axis=1)
+        found.append(_measured("load_balance (per position)", one, other, None))
     return tuple(found)
 
 
@@ -118,6 +118,11 @@ def _weights(semantics: LossSemantics, batch: MaskBatch) -> LossWeights:
         router_mask=None if batch.router_mask is None else jnp.asarray(batch.router_mask),
         layout=_layout(semantics, batch),
     )
+
+
+def _balance(weights: LossWeights, batch: MaskBatch) -> Float[Array, "B C"]:
+    """Load-balance weight of each row, on each context rank."""
+    return weights.load_balance_objective.reshape(batch.loss_mask.shape[0], -1)
 
 
 def _layout(semantics: LossSemantics, batch: MaskBatch) -> BatchLayout | None:
