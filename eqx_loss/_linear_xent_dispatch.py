@@ -3,7 +3,13 @@
 import dataclasses
 import importlib.util
 
-from ._linear_xent_types import Backend, Implementation, XentRules
+from ._linear_xent_types import (
+    REFUSED_IMPLEMENTATIONS,
+    Backend,
+    Implementation,
+    ImplementationWish,
+    XentRules,
+)
 
 # Peak bfloat16 products (flop/s) and memory bandwidth (bytes/s) of one chip, from the vendor's
 # system-architecture pages (cloud.google.com/tpu/docs), by jax's `device_kind`.
@@ -56,7 +62,7 @@ class Choice:
 
 
 def choose(
-    wish: Implementation, work: Workload, rules: XentRules, backend: Backend, device_kind: str | None
+    wish: ImplementationWish, work: Workload, rules: XentRules, backend: Backend, device_kind: str | None
 ) -> Choice:
     """The implementation for this call.
 
@@ -77,6 +83,11 @@ def choose(
                     f"implementation='tokamax_mosaic_tpu' cannot serve this call: {obstacle}; use 'auto'"
                 )
             return Choice(implementation="tokamax_mosaic_tpu", reason="forced")
+        case "tokamax_chunked_xla" | "tokamax_xla" | "maxtext_vocab_tiling":
+            raise ValueError(
+                f"implementation must give correct per-token losses; {wish!r} cannot: "
+                f"{REFUSED_IMPLEMENTATIONS[wish]}. Use 'auto' or 'tiled'"
+            )
         case "auto":
             return _fastest(work, obstacle, device_kind)
 

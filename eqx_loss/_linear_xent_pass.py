@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ._linear_xent_tile import TileLoss, TokenTile, VocabCut, repeat, tile_gradient, tile_loss
+from ._linear_xent_tile import Norm, TileLoss, TokenTile, VocabCut, repeat, tile_gradient, tile_loss
 from ._linear_xent_types import XentRules
 
 
@@ -84,7 +84,7 @@ def fused_pass(
         tile = _read_tile(tokens, index, token_cut, cut)
         loss, kept = tile_loss(tile, unembed, rules, cut, keep=cut.keep_logits)
         losses = _write_losses(losses, loss, index, token_cut)
-        hidden, total = tile_gradient(tile, unembed, loss.log_partition, kept, gradients.unembed, rules, cut)
+        hidden, total = tile_gradient(tile, unembed, loss.norm, kept, gradients.unembed, rules, cut)
         return losses, _write_hidden(gradients, hidden, total, index, token_cut, cut)
 
     losses, gradients = repeat(count, visit, (_no_losses(tokens), _no_gradients(tokens, unembed)))
@@ -115,7 +115,8 @@ def gradient_pass(
         index = order[k]
         tile = _read_tile(tokens, index, token_cut, cut)
         known = _gather_tile(_slice(log_partition, index, token_cut), token_cut)
-        hidden, total = tile_gradient(tile, unembed, known, None, gradients.unembed, rules, cut)
+        norm = Norm(peak=known, partition=jnp.ones_like(known))
+        hidden, total = tile_gradient(tile, unembed, norm, None, gradients.unembed, rules, cut)
         return _write_hidden(gradients, hidden, total, index, token_cut, cut)
 
     return repeat(count, visit, start)

@@ -1,7 +1,6 @@
 """The choice of implementation, tile sizes and layout, from shapes and backend alone."""
 
 import dataclasses
-import math
 from typing import Any, cast
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from ._linear_xent_dispatch import Workload, choose
 from ._linear_xent_pass import TokenCut, num_token_tiles
 from ._linear_xent_tile import VocabCut
+from ._linear_xent_tiling import TileSizes, tile_sizes
 from ._linear_xent_types import (
     AUTO_EXECUTION,
     EXACT_RULES,
@@ -20,18 +20,6 @@ from ._linear_xent_types import (
     XentRules,
     XentSharding,
 )
-
-# Kept logits on a CPU, bytes: 256 tokens at V = 157,184. Half of it costs 10 % more time (the gradient
-# of unembed is read and written once per token tile), twice of it saves 3 %.
-CPU_LOGITS_BYTES = 168 << 20
-# Kept logits on an accelerator, as a share of the gradient of unembed, which is there anyway. At 3/8 a
-# token tile does 9/8 D flops for each byte of that gradient it moves, and the sum stays below the
-# temporaries of tokamax's chunked path (a padded copy of unembed and the same gradient).
-LOGITS_SHARE = 3 / 8
-MIN_LOGITS_BYTES = 64 << 20
-TARGET_COLUMNS = 4096
-# Columns come in whole vectors of the CPU, whole lanes of an accelerator.
-COLUMN_GRAIN = {"cpu": 16, "gpu": 128, "tpu": 128}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,32 +88,30 @@ def explain_linear_cross_entropy(
     token_axes = () if sharding is None else (*sharding.rows, *sharding.positions)
     travel = tuple(axis for axis in axes if axis in token_axes)
     num_travel = 1 if sharding is None else sharding.size(travel)
-    keep_rows, keep_logits, tokens_tile, columns_tile = _tile_sizes(
+    sizes = tile_sizes(
         rows, positions, (unembed.shape[0], num_columns), num_travel, accumulator, backend, execution
     )
+    operand = _operand_dtype(hidden, unembed, accumulator, backend, execution)
     vocab_cut = VocabCut(
         num_columns=num_columns,
-        tile_size=columns_tile,
+        tile_size=sizes.columns,
         num_classes=num_columns * num_shards if rules.vocab_size is None else rules.vocab_size,
         axes=axes,
         num_shards=num_shards,
-        keep_logits=keep_logits,
-        operand_dtype=_operand_dtype(hidden, unembed, accumulator, backend, execution),
+        keep_logits=sizes.keep_logits,
+        operand_dtype=operand,
         accumulator_dtype=accumulator,
         row_major_gradient=backend == "tpu",
     )
-    tile_rows = rows if keep_rows else 1
-    tile_tokens = tile_rows * tokens_tile * num_travel
-    columns_held = vocab_cut.num_tiles * columns_tile if keep_logits else columns_tile
-    num_tiles = num_token_tiles(positions if keep_rows else rows * positions, tokens_tile)
+    num_tiles = num_token_tiles(positions if sizes.keep_rows else rows * positions, sizes.positions)
     work = Workload(
         num_tokens=num_heads * rows * positions * num_travel,
         width=unembed.shape[0],
         num_columns=num_columns,
         num_token_tiles=num_heads * num_tiles,
-        operand_bytes=vocab_cut.operand_dtype.itemsize,
+        operand_bytes=operand.itemsize,
         accumulator_bytes=accumulator.itemsize,
-        num_products=3 if keep_logits else 4,
+        num_products=3 if sizes.keep_logits else 4,
         cuts_vocabulary=num_shards > 1,
         wide_floats=accumulator == jnp.float64,
     )
@@ -134,35 +120,22 @@ def explain_linear_cross_entropy(
         implementation=choice.implementation,
         reason=choice.reason,
         estimated_seconds=choice.estimated_seconds,
-        token_cut=TokenCut(
-            tile_size=tokens_tile,
-            travel_axes=travel,
-            mesh_axes=_meeting_axes(sharding, axes),
-        ),
+        token_cut=TokenCut(sizes.positions, travel, _meeting_axes(sharding, axes)),
         vocab_cut=vocab_cut,
-        keep_rows=keep_rows,
+        keep_rows=sizes.keep_rows,
         num_token_tiles=num_tiles,
         sharding=sharding,
         residency=residency,
-        logits_bytes=tile_tokens * columns_held * accumulator.itemsize,
+        logits_bytes=_logits_size(rows, num_travel, sizes, vocab_cut) * accumulator.itemsize,
         gradient_bytes=unembed.shape[0] * num_columns * accumulator.itemsize,
         num_products=work.num_products,
     )
 
 
-def balanced_tile(total: int, target: int, grain: int) -> int:
-    """A tile size near `target`, a multiple of `grain` where `total` allows, with the least overhang.
-
-    The overhang of the last tile is computed twice, so it is time: 157,184 columns in tiles of 4096
-    waste 1.6 %, in tiles of 3584 or 5248 less than 0.4 %.
-    """
-    if total <= target:
-        return total
-    if total < 2 * grain:
-        return total
-    low, high = max(grain, target // 2), min(target * 3 // 2, total)
-    candidates = range(low - low % grain, high + 1, grain)
-    return min(candidates, key=lambda size: (-(-total // size) * size - total, abs(size - target)))
+def _logits_size(rows: int, num_travel: int, sizes: TileSizes, vocab_cut: VocabCut) -> int:
+    """Numbers of the largest buffer with a token and a vocabulary dimension."""
+    tokens = (rows if sizes.keep_rows else 1) * sizes.positions * num_travel
+    return tokens * sizes.columns * (vocab_cut.num_tiles if sizes.keep_logits else 1)
 
 
 def _token_shape(
@@ -260,51 +233,6 @@ def _residency(
         sharding.residency == "auto" and divisible and not fits and all_axes != sharding.vocab
     )
     return ("stationary", all_axes) if stationary else ("gathered", sharding.vocab)
-
-
-def _tile_sizes(
-    rows: int,
-    positions: int,
-    matrix: tuple[int, int],
-    num_travel: int,
-    accumulator: jnp.dtype,
-    backend: Backend,
-    execution: XentExecution,
-) -> tuple[bool, bool, int, int]:
-    """Whether rows stay, whether logits are kept, positions of a tile (per row kept), its columns."""
-    tiling = execution.tiling
-    width, num_columns = matrix
-    num_tokens = rows * positions
-    if tiling is not None:
-        tokens, columns, keep_logits = tiling.token_tile_size, tiling.vocab_tile_size, tiling.keep_logits
-        tokens, columns = min(tokens, max(num_tokens, 1)), min(columns, num_columns)
-    else:
-        keep_logits = True
-        columns = balanced_tile(num_columns, TARGET_COLUMNS, COLUMN_GRAIN[backend])
-        budget = execution.max_logits_bytes or _logits_budget(
-            width * num_columns * accumulator.itemsize, backend
-        )
-        affordable = max(1, budget // (accumulator.itemsize * num_columns * num_travel))
-        tokens = balanced_tile(max(num_tokens, 1), _round_down(affordable), 8)
-    # Without a mesh the compiler may have cut the rows: a tile that takes a piece of every row
-    # keeps them where they are.
-    keep_rows = execution.sharding is None and rows <= tokens
-    if keep_rows:
-        tokens = max(1, min(positions, math.ceil(tokens / max(rows, 1))))
-    return keep_rows, keep_logits, tokens, columns
-
-
-def _logits_budget(gradient_bytes: int, backend: Backend) -> int:
-    if backend == "cpu":
-        return CPU_LOGITS_BYTES
-    return max(MIN_LOGITS_BYTES, int(LOGITS_SHARE * gradient_bytes))
-
-
-def _round_down(tokens: int) -> int:
-    for grain in (128, 8):
-        if tokens >= grain:
-            return tokens - tokens % grain
-    return tokens
 
 
 def _operand_dtype(

@@ -91,10 +91,22 @@ class ScoreSums(NamedTuple):
 
 
 class TileLoss(NamedTuple):
-    """Per-token results of one tile, 0 where not scored (`log_partition` everywhere finite)."""
+    """Per-token results of one tile: cross-entropy (0 where not scored), log-partition and its parts."""
 
     xent: Float[Array, "B S"]
     log_partition: Float[Array, "B S"]
+    norm: "Norm"
+
+
+class Norm(NamedTuple):
+    """`softmax(x) = exp(x - peak) / partition`.
+
+    Two numbers, not `peak + log(partition)`: rounding the logarithm of a large vocabulary's
+    partition (near 10) would scale a whole row of the gradient by up to 5e-7 in float32.
+    """
+
+    peak: Float[Array, "B S"]
+    partition: Float[Array, "B S"]
 
 
 def tile_loss(
@@ -128,7 +140,7 @@ def tile_loss(
 def tile_gradient(
     tile: TokenTile,
     unembed: Float[Array, "D V"],
-    log_partition: Float[Array, "B S"],
+    norm: Norm,
     kept: Float[Array, "N B S X"] | None,
     unembed_gradient: Float[Array, "D V"],
     rules: XentRules,
@@ -148,7 +160,7 @@ def tile_gradient(
             scores = tile_scores(tile.hidden, block, rules, cut)
         else:
             scores = cast(Array, lax.dynamic_index_in_dim(kept, j, 0, keepdims=False))
-        slope = _score_gradient(scores, log_partition, columns, tile, weighted, rules, cut)
+        slope = _score_gradient(scores, norm, columns, tile, weighted, rules, cut)
         slope = slope.astype(cut.operand_dtype)
         hidden_gradient = hidden_gradient + jnp.einsum(
             "bsv,dv->bsd", slope, block, preferred_element_type=dtype
@@ -246,12 +258,13 @@ def _finish(sums: ScoreSums, tile: TokenTile, rules: XentRules, cut: VocabCut) -
         xent = xent + rules.label_smoothing * (sums.target_score - sums.score_sum / cut.num_classes)
     # A scored target that is no class must not become a silent number.
     xent = jnp.where(_in_range(tile.targets, cut), xent, jnp.nan)
-    return TileLoss(xent=jnp.where(tile.scored, xent, 0), log_partition=log_partition)
+    norm = Norm(peak=sums.peak, partition=sums.partition)
+    return TileLoss(xent=jnp.where(tile.scored, xent, 0), log_partition=log_partition, norm=norm)
 
 
 def _score_gradient(
     scores: Float[Array, "B S X"],
-    log_partition: Float[Array, "B S"],
+    norm: Norm,
     columns: ColumnTile,
     tile: TokenTile,
     weighted: Bool[Array, "B S"],
@@ -259,8 +272,9 @@ def _score_gradient(
     cut: VocabCut,
 ) -> Float[Array, "B S X"]:
     xent_weight = jnp.where(_in_range(tile.targets, cut), tile.xent_weight, 0)
-    mass = xent_weight + 2 * tile.z_weight * log_partition
-    slope = mass[..., None] * jnp.exp(scores - log_partition[..., None])
+    log_partition = norm.peak + jnp.log(norm.partition)
+    mass = (xent_weight + 2 * tile.z_weight * log_partition) / norm.partition
+    slope = mass[..., None] * jnp.exp(scores - norm.peak[..., None])
     hit = columns.ids == tile.targets[..., None]
     slope = slope - jnp.where(hit, (xent_weight * (1 - rules.label_smoothing))[..., None], 0)
     if rules.label_smoothing > 0:
