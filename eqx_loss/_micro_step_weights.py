@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._layout import BatchLayout, RankCut
 from ._loss_weights import LossWeights
+from ._reduce import guarded_ratio
 from ._release_rules import AuxiliaryShare, EmptyGroup, LmMean, MicroStepRules
 from ._semantics import LossSemantics
 
@@ -117,7 +118,12 @@ def _mtp_objective(
 def _load_balance_objective(
     clean: LossWeights, cut: RankCut, share: Float[Array, "G 1"], semantics: LossSemantics
 ) -> Float[Array, " U"]:
-    """The share, divided over the units of the micro-step and the positions of each."""
-    rows = clean.router_mask.shape[0]
-    units = rows // cut.num_groups if semantics.load_balance_scope.is_row else 1
-    return clean.load_balance_mean * cut.spread_rows(share / units)[:, 0]
+    """The share, over the units of the micro-step and the positions of each.
+
+    A unit is a row, or all rows of the micro-step on one rank.
+    """
+    if semantics.load_balance_scope.is_row:
+        rows = clean.router_mask.shape[0] // cut.num_groups
+        return clean.load_balance_mean * cut.spread_rows(share / rows)[:, 0]
+    positions = cut.sums(clean.router_mask.astype(share.dtype))
+    return cut.spread_rows(guarded_ratio(share, positions))[:, 0]

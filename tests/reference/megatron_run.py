@@ -153,7 +153,9 @@ def _pretend_cuda() -> None:
     """Megatron-Core names the device `cuda` in places; here that is the CPU, and floats are float64."""
     cpu = torch.device("cpu")
     torch.set_default_dtype(torch.float64)
-    torch.float = torch.float64  # pyright: ignore
+    torch.float = torch.float32 = torch.float64  # pyright: ignore
+    stream = types.SimpleNamespace(device=cpu, wait_stream=lambda *_: None, synchronize=lambda: None)
+    torch.cuda.current_stream = lambda *_: stream  # pyright: ignore
     torch.cuda.current_device = lambda: cpu  # pyright: ignore
     torch.Tensor.float = torch.Tensor.double  # pyright: ignore
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyright: ignore
@@ -163,8 +165,6 @@ def _pretend_cuda() -> None:
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
                 kwargs["device"] = cpu
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
             return make(*args, **kwargs)
 
         return wrapped
