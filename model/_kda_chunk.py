@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float
 from ._kda_scan import ChunkMask
 
 BASE_SIZE = 16  # smaller blocks are masked in products of this size, not sliced out
+MATRIX_SIZE = 2  # smaller halves are multiplied element by element
 PRECISION = jax.lax.Precision.HIGHEST  # float32 products, which TPU otherwise rounds to bfloat16
 
 
@@ -47,75 +48,39 @@ def kda_chunk(
         mask: Documents of the chunk, or None for one document without padding. At padding g and beta must be 0.
     """
     q, k, v, g, beta = (jnp.moveaxis(x.astype(state.dtype), 2, 1) for x in (q, k, v, g, beta))
-    levels, prefix, suffix = gate_sums(g)
-    erase, attend = decayed_products(q, k, levels)
-    from_start, to_end, keep = jnp.exp(prefix), jnp.exp(suffix), jnp.exp(prefix[..., -1, :, None])
+    erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
+    keep = keep[..., None]
     if mask is not None:
         same = mask.same[:, None]
         erase, attend = jnp.where(same, erase, 0), jnp.where(same, attend, 0)
         from_start = jnp.where(mask.first[:, None, :, None], from_start, 0)
         to_end = jnp.where(mask.last[:, None, :, None], to_end, 0)
         keep = jnp.where(mask.kept[:, None, None, None], keep, 0)
-    size = v.shape[2]
-    read = _product("bhxk,bhku->bhxu", jnp.concatenate([k * from_start, q * from_start], axis=2), state)
-    u = solve_unit_lower(beta[..., None] * erase, beta[..., None] * (v - read[:, :, :size]))
-    o = read[:, :, size:] + _product("bhxy,bhyu->bhxu", attend, u)
+    read_k, read_q = (_product("bhxk,bhku->bhxu", x * from_start, state) for x in (k, q))
+    u = solve_unit_lower(beta[..., None] * erase, beta[..., None] * (v - read_k))
+    o = read_q + _product("bhxy,bhyu->bhxu", attend, u)
     state = keep * state + _product("bhxk,bhxu->bhku", k * to_end, u)
     return state, jnp.moveaxis(o, 1, 2)
 
 
-def gate_sums(
-    g: Float[Array, "*batch X K"],
-) -> tuple[list[Float[Array, "*batch X K"]], Float[Array, "*batch X K"], Float[Array, "*batch X K"]]:
-    """Sums of log-decays to and from the middle of the aligned blocks of 2, 4, ..., X positions, and of the chunk.
+@jax.custom_vjp
+def decayed_products(
+    q: Float[Array, "*batch X K"], k: Float[Array, "*batch X K"], g: Float[Array, "*batch X K"]
+) -> tuple[
+    Float[Array, "*batch X X"],
+    Float[Array, "*batch X X"],
+    Float[Array, "*batch X K"],
+    Float[Array, "*batch X K"],
+    Float[Array, "*batch K"],
+]:
+    """All that a chunk needs of its log-decays g.
 
     Returns:
-        For each block size 2h: at a position of the right half the sum of g from the middle to it, at one of the
-        left half the sum of g after it and before the middle; then the sum from the chunk's start to a position, the
-        position included; then the sum from a position to the chunk's end, the position not included.
+        Products of each k with the decayed k before it, strictly lower triangular; products of each q with the decayed
+        k up to it, lower triangular; decay from the chunk's start up to a position, the position included; decay from
+        a position to the chunk's end, the position not included; decay over the chunk.
     """
-    size = g.shape[-2]
-    prefix, suffix, levels = g, jnp.zeros_like(g), []
-    half = 1
-    while half < size:
-        (p_left, p_right), (s_left, s_right) = _halves(prefix, half), _halves(suffix, half)
-        levels.append(_join(s_left, p_right))
-        prefix = _join(p_left, p_right + p_left[..., -1:, :])
-        suffix = _join(s_left + p_right[..., -1:, :], s_right)
-        half *= 2
-    return levels, prefix, suffix
-
-
-def decayed_products(
-    q: Float[Array, "*batch X K"], k: Float[Array, "*batch X K"], levels: list[Float[Array, "*batch X K"]]
-) -> tuple[Float[Array, "*batch X X"], Float[Array, "*batch X X"]]:
-    """Products of each k, and of each q, with the decayed k before it: strictly lower and lower triangular.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        levels: Log-decays of `gate_sums`.
-    """
-    base = min(q.shape[-2], BASE_SIZE)
-    count = q.shape[-2] // base
-    diagonal = jnp.sum(q * k, axis=-1).reshape(*q.shape[:-2], count, base)
-    erase = jnp.zeros(())
-    attend = jnp.where(jnp.eye(base, dtype=bool), diagonal[..., None], 0)
-    half = 1
-    for level in levels:
-        decay = jnp.exp(level)
-        (_, q_right), (k_left, k_right) = _halves(q * decay, half), _halves(k * decay, half)
-        products = _pairs(jnp.concatenate([k_right, q_right], axis=-2), k_left)
-        if half < base:
-            erase = erase + _place(products[..., :half, :], base)
-            attend = attend + _place(products[..., half:, :], base)
-        else:
-            erase = _grow(erase, products[..., :half, :])
-            attend = _grow(attend, products[..., half:, :])
-        half *= 2
-    if not levels:
-        erase = jnp.zeros_like(attend)
-    return erase[..., 0, :, :], attend[..., 0, :, :]
+    return _products_fwd(q, k, g)[0]
 
 
 @jax.custom_vjp
@@ -164,11 +129,103 @@ def _solve_bwd(residuals, d_u):
 solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
 
 
+def _products_fwd(q, k, g):
+    size = g.shape[-2]
+    base = min(size, BASE_SIZE)
+    erase, attend = (
+        0.0,
+        jnp.where(jnp.eye(base, dtype=bool), _split(jnp.sum(q * k, axis=-1), base)[..., None], 0),
+    )
+    prefix, suffix, decays = g, jnp.zeros_like(g), []
+    half = 1
+    while half < size:
+        (p_left, p_right), (s_left, s_right) = _halves(prefix, half), _halves(suffix, half)
+        decay = jnp.exp(_join(s_left, p_right))
+        decays.append(decay)
+        prefix = _join(p_left, p_right + p_left[..., -1:, :])
+        suffix = _join(s_left + p_right[..., -1:, :], s_right)
+        rows, columns = _rows_and_columns(q, k, decay, half)
+        products = _pairs(rows, columns)
+        to_erase, to_attend = products[..., :half, :], products[..., half:, :]
+        if half < base:
+            erase, attend = erase + _place(to_erase, base), attend + _place(to_attend, base)
+        else:
+            erase, attend = _grow(erase, to_erase), _grow(attend, to_attend)
+        half *= 2
+    if size == 1:
+        erase = jnp.zeros_like(attend)
+    from_start, to_end = jnp.exp(prefix), jnp.exp(suffix)
+    results = erase[..., 0, :, :], attend[..., 0, :, :], from_start, to_end, from_start[..., -1, :]
+    return results, (q, k, decays, from_start, to_end)
+
+
+def _products_bwd(residuals, cotangents):
+    q, k, decays, from_start, to_end = residuals
+    d_erase, d_attend, d_from_start, d_to_end, d_keep = cotangents
+    size = q.shape[-2]
+    base = min(size, BASE_SIZE)
+    d_diagonal = jnp.where(jnp.eye(size, dtype=bool), d_attend, 0).sum(axis=-1, keepdims=True)
+    d_q, d_k = d_diagonal * k, d_diagonal * q
+    d_base = _blocks(d_erase, base, 0), _blocks(d_attend, base, 0)
+    # Cotangents of the sums within halves, which reach every g of the sum; and, for each block of `half` positions, of
+    # the sum over the block, which reaches every g of the block.
+    d_prefix, d_suffix = d_from_start * from_start, d_to_end * to_end
+    d_total = (d_keep * from_start[..., -1, :])[..., None, :]
+    position = jnp.arange(size)[:, None]
+    half = size // 2
+    for decay in reversed(decays):
+        if half < base:
+            d_products = jnp.concatenate([_unplace(x, half) for x in d_base], axis=-2)
+        else:
+            d_products = jnp.concatenate([_blocks(x, half, 1) for x in (d_erase, d_attend)], axis=-2)
+        rows, columns = _rows_and_columns(q, k, decay, half)
+        d_rows = _product_or_sum("...xy,...yk->...xk", d_products, columns, half)
+        d_columns = _product_or_sum("...xy,...xk->...yk", d_products, rows, half)
+        d_k_level = _join(d_columns, d_rows[..., :half, :]) * decay
+        d_q_level = _join(jnp.zeros_like(d_columns), d_rows[..., half:, :]) * decay
+        d_q, d_k = d_q + d_q_level, d_k + d_k_level
+        d_level = k * d_k_level + q * d_q_level
+        d_left, d_right = _halves(d_prefix, half)[1].sum(axis=-2), _halves(d_suffix, half)[0].sum(axis=-2)
+        d_total = jnp.repeat(d_total, 2, axis=-2) + _join(d_left[..., None, :], d_right[..., None, :])
+        in_right = position // half % 2 == 1
+        d_prefix, d_suffix = (
+            d_prefix + jnp.where(in_right, d_level, 0),
+            d_suffix + jnp.where(in_right, 0, d_level),
+        )
+        # Without it XLA:CPU fuses all levels into one loop that computes each of them again for every element.
+        d_prefix, d_suffix, d_total = jax.lax.optimization_barrier((d_prefix, d_suffix, d_total))
+        half //= 2
+    return jax.lax.optimization_barrier((d_q, d_k, d_prefix + d_total))
+
+
+decayed_products.defvjp(_products_fwd, _products_bwd)
+
+
+def _rows_and_columns(q, k, decay, half):
+    """What pairs of halves multiply: decayed [k; q] of the right halves, decayed k of the left halves."""
+    (_, q_right), (k_left, k_right) = _halves(q * decay, half), _halves(k * decay, half)
+    return jnp.concatenate([k_right, q_right], axis=-2), k_left
+
+
 def _pairs(rows, columns):
-    """Products of rows [n, 2h, K] and columns [n, h, K]."""
-    if columns.shape[-2] < 4:
-        return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
-    return _product("...xk,...yk->...xy", rows, columns)
+    return _product_or_sum("...xk,...yk->...xy", rows, columns, columns.shape[-2])
+
+
+def _product_or_sum(equation, x, y, half):
+    """`einsum` of two arrays, spelled out as products and a sum for blocks that are too small for matrix products."""
+    if half >= MATRIX_SIZE:
+        return _product(equation, x, y)
+    match equation:
+        case "...xk,...yk->...xy":
+            return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
+        case "...xy,...yk->...xk":
+            return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
+        case _:
+            return jnp.sum(x[..., :, :, None] * y[..., :, None, :], axis=-3)
+
+
+def _split(x, base):
+    return x.reshape(*x.shape[:-1], x.shape[-1] // base, base)
 
 
 def _place(products, base):
@@ -177,6 +234,14 @@ def _place(products, base):
     both = jnp.stack([jnp.zeros_like(products), products], axis=-3)
     wide = jnp.tile(both.reshape(*batch, -1, base, half), base // half)
     return jnp.where(_straddles(base, half), wide, 0)
+
+
+def _unplace(blocks, half):
+    """The products [n, h, h] that `_place` has put into `blocks`."""
+    *batch, count, base, _ = blocks.shape
+    own = jnp.where(_straddles(base, half), blocks, 0)
+    narrow = own.reshape(*batch, count, base, base // half, half).sum(axis=-2)
+    return narrow.reshape(*batch, -1, 2, half, half)[..., 1, :, :]
 
 
 def _straddles(size: int, half: int) -> Bool[Array, "X X"]:
