@@ -49,9 +49,15 @@ def _counts(config: ModelConfig) -> dict[str, float]:
     [
         # published number (billions), and half of its last digit
         ("ling3-tiny", {"total": (7.9, 0.05)}),
-        ("ling3-flash", {"total": (124, 0.5), "with_mtp": (127, 0.5), "active_without_embedding": (5.1, 0.05)}),
+        (
+            "ling3-flash",
+            {"total": (124, 0.5), "with_mtp": (127, 0.5), "active_without_embedding": (5.1, 0.05)},
+        ),
         ("ling3-plus", {"active": (25, 0.5)}),
-        ("ling-mini-2.0", {"total": (16.26, 0.005), "active": (1.43, 0.005), "active_without_ends": (0.789, 5e-4)}),
+        (
+            "ling-mini-2.0",
+            {"total": (16.26, 0.005), "active": (1.43, 0.005), "active_without_ends": (0.789, 5e-4)},
+        ),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, published):
