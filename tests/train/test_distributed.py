@@ -36,10 +36,23 @@ def run(num_processes: int) -> dict:
         command = [sys.executable, "-m", "tests.train.distributed_child"]
         children.append(
             subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
     try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
         results = [child.communicate(timeout=600) for child in children]
     finally:
         # One that failed leaves the others waiting for it.
