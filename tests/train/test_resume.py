@@ -70,6 +70,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, monkeypatch, unin
     assert result.signal is number
     assert 4 <= result.step < 6
     assert result.step % 3 != 0  # no checkpoint was due
+    assert (tmp_path / "run" / "checkpoints" / str(result.step)).is_dir()
     tiny_train(tmp_path)
     assert metrics(tmp_path) == uninterrupted
 
@@ -135,10 +136,10 @@ def test_the_mesh_may_change_when_a_run_goes_on(tmp_path, monkeypatch, uninterru
 @pytest.mark.slow
 def test_rows_after_sigkill_equal_those_of_an_uninterrupted_run(tmp_path):
     steps = (
-        "run.num_steps=400",
-        "checkpoint.every_steps=40",
+        "run.num_steps=150",
+        "checkpoint.every_steps=20",
         "logging.every_steps=3",
-        "evaluation.every_steps=90",
+        "evaluation.every_steps=35",
     )
     environment = os.environ | {"XLA_FLAGS": ""}
 
