@@ -261,13 +261,16 @@ def _compare_model(case: Case, run: _Run, errors: dict[str, float]) -> None:
         xent = cross_entropy(logits, targets, everywhere).xent
         errors[f"ce{depth}"] = relative_error(np.asarray(xent), case.batch[f"ce{depth}"])
         if depth > 0:
-            rolled = shift_targets(
-                run.scale,
+            # One more than the position that the slot comes from; 0 in a freed slot.
+            source = shift_targets(
+                jnp.broadcast_to(jnp.arange(1, run.mask.shape[1] + 1), run.mask.shape),
                 run.mask,
                 depth=depth,
                 segment_ids=run.setting.segment_ids,
                 roll_across_documents=run.setting.semantics.mtp_roll_across_documents,
             )[0]
+            taken = jnp.take_along_axis(run.scale, jnp.maximum(source - 1, 0), axis=1)
+            rolled = jnp.where(source > 0, taken, 0.0)
             errors[f"mask{depth}"] = relative_error(np.asarray(rolled), case.batch[f"mask{depth}"])
 
 
