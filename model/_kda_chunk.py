@@ -132,10 +132,8 @@ solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
 def _products_fwd(q, k, g):
     size = g.shape[-2]
     base = min(size, BASE_SIZE)
-    erase, attend = (
-        0.0,
-        jnp.where(jnp.eye(base, dtype=bool), _split(jnp.sum(q * k, axis=-1), base)[..., None], 0),
-    )
+    attend = jnp.where(jnp.eye(base, dtype=bool), _split(jnp.sum(q * k, axis=-1), base)[..., None], 0)
+    erase = jnp.zeros_like(attend)
     prefix, suffix, decays = g, jnp.zeros_like(g), []
     half = 1
     while half < size:
@@ -152,8 +150,6 @@ def _products_fwd(q, k, g):
         else:
             erase, attend = _grow(erase, to_erase), _grow(attend, to_attend)
         half *= 2
-    if size == 1:
-        erase = jnp.zeros_like(attend)
     from_start, to_end = jnp.exp(prefix), jnp.exp(suffix)
     results = erase[..., 0, :, :], attend[..., 0, :, :], from_start, to_end, from_start[..., -1, :]
     return results, (q, k, decays, from_start, to_end)

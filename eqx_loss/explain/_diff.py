@@ -103,8 +103,8 @@ def measure_difference(
 
 
 def _text(term: TermExplanation, aspect: str) -> str:
-    value = getattr(term, aspect)
-    return "; ".join(value) if isinstance(value, tuple) else str(value)
+    value: str | tuple[str, ...] = getattr(term, aspect)
+    return value if isinstance(value, str) else "; ".join(value)
 
 
 def _weights(semantics: LossSemantics, batch: MaskBatch) -> LossWeights:
