@@ -20,6 +20,31 @@ import jax
 import pytest
 
 
+# Files whose tests compile whole models or run whole trainings; `make test-fast` leaves them out.
+SLOW_FILES = frozenset(
+    {
+        "conformance/test_ours.py",
+        "golden/test_ling3.py",
+        "model/test_decode.py",
+        "model/test_generate.py",
+        "model/test_partitioned.py",
+        "train/test_evaluate.py",
+        "train/test_loop.py",
+        "train/test_resume.py",
+        "train/test_step.py",
+        "train/test_step_meshes.py",
+    }
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks every test of a slow file."""
+    for item in items:
+        if "/".join(item.path.parts[-2:]) in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def x64():
     """Float64 arithmetic for the duration of one test."""
