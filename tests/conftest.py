@@ -19,7 +19,6 @@ _HOOK = jaxtyping.install_import_hook(["eqx_loss", "model", "train"], "beartype.
 import jax
 import pytest
 
-
 # Files whose tests compile whole models or run whole trainings; `make test-fast` leaves them out.
 SLOW_FILES = frozenset(
     {
