@@ -31,7 +31,7 @@ CONFIG = OptimizerConfig(
     shard_state_over_data=True,
     router_bias_zero_mean=True,
 )
-# float32, five quintic iterations on top of a gradient that is good to 2e-6; measured 3e-5.
+# float32, five quintic iterations on top of a gradient that is good to 2e-6; an estimate, not measured.
 UPDATE_RTOL = 2e-4
 
 
