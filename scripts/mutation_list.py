@@ -5,6 +5,7 @@ import dataclasses
 _CASES = ("tests/golden/test_cases.py",)
 _WEIGHTS = ("tests/eqx_loss/test_weights.py",)
 _OUTPUT = ("tests/eqx_loss/test_output.py",)
+_MESH = ("tests/eqx_loss/test_linear_xent_mesh.py::test_every_layout_equals_the_oracle",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,5 +189,69 @@ MUTATIONS = (
         old="        return Granularity.TOKEN if self.calculate_per_token_loss else self.group_granularity",
         new="        return Granularity.TOKEN",
         tests=_OUTPUT,
+    ),
+    Mutation(
+        kind="vocab_parallel",
+        bug="the partition of a vocabulary shard is added without moving it to the common peak",
+        file="eqx_loss/_linear_xent_tile.py",
+        old="partition = jnp.sum(shards[:, 1] * jnp.exp(shards[:, 0] - peak), axis=0)",
+        new="partition = jnp.sum(shards[:, 1], axis=0)",
+        tests=_MESH,
+    ),
+    Mutation(
+        kind="vocab_parallel",
+        bug="a score that is whole already is added once more for every shard",
+        file="eqx_loss/_linear_xent_tile.py",
+        old="hit = columns.ids == targets[..., None]",
+        new="hit = columns.ids % cut.num_columns == targets[..., None] % cut.num_columns",
+        tests=_MESH,
+    ),
+    Mutation(
+        kind="resume",
+        bug="the log interval in progress is not restored",
+        file="train/_metrics.py",
+        old='        leaves = tuple(np.asarray(leaf, dtype=np.float64) for leaf in tree["leaves"])\n',
+        new="        leaves = ()\n",
+        tests=("tests/train/test_metrics.py",),
+    ),
+    Mutation(
+        kind="resume",
+        bug="an accumulator is rounded when it is written",
+        file="train/_metrics.py",
+        old="[leaf.tolist() for leaf in self.leaves]",
+        new="[leaf.astype(np.float32).tolist() for leaf in self.leaves]",
+        tests=("tests/train/test_metrics.py",),
+    ),
+    Mutation(
+        kind="resume",
+        bug="the data start again from the first batch",
+        file="train/_data.py",
+        old='    iterator.set_state({"next_index": step})\n',
+        new="",
+        tests=("tests/train/test_data.py",),
+    ),
+    Mutation(
+        kind="pipeline_parallel",
+        bug="micro-batches divide although the schedule adds them",
+        file="eqx_loss/_scale.py",
+        old='        return divisor * (self.micro_steps if self.over_micro_steps == "mean" else 1)',
+        new="        return divisor * self.micro_steps",
+        tests=("tests/examples/test_scale.py",),
+    ),
+    Mutation(
+        kind="pipeline_parallel",
+        bug="the gradient is not clipped by the norm of what is applied",
+        file="train/_optimizer.py",
+        old="        scale = clip_scale(raw_norm, self.config.max_grad_norm)",
+        new="        scale = clip_scale(raw_norm**2, self.config.max_grad_norm)",
+        tests=("tests/train/test_optimizer.py",),
+    ),
+    Mutation(
+        kind="data_parallel",
+        bug="an average over ranks is not undone",
+        file="eqx_loss/_scale.py",
+        old='        divisor = self.data_ranks if self.over_data == "mean" else 1',
+        new="        divisor = 1",
+        tests=("tests/examples/test_scale.py",),
     ),
 )

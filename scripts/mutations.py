@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,8 +42,13 @@ def main() -> int:
             (shutil.copytree if source.is_dir() else shutil.copy)(
                 source, tree / name, **({"ignore": ignore} if source.is_dir() else {})
             )
+        # A test that fails anyway would seem to notice every break.
+        failing = _failure(tree, sorted({test for m in chosen for test in m.tests}), "the unbroken code")
+        if failing:
+            print(f"error: {failing} fails without any break; repair it first", file=sys.stderr)
+            return 2
         for mutation in chosen:
-            caught = _first_failure(tree, mutation)
+            caught = _failure_with(tree, mutation)
             rows.append((mutation, caught))
             print(f"{mutation.kind:<22} {'caught by ' + caught if caught else 'NOT NOTICED'}", flush=True)
     if only is None and all(caught for _, caught in rows):
@@ -50,7 +56,7 @@ def main() -> int:
     return 0 if all(caught for _, caught in rows) else 1
 
 
-def _first_failure(tree: pathlib.Path, mutation: Mutation) -> str:
+def _failure_with(tree: pathlib.Path, mutation: Mutation) -> str:
     """Id of the first test that fails with the break in place; empty if none does."""
     target = tree / mutation.file
     original = target.read_text()
@@ -58,20 +64,23 @@ def _first_failure(tree: pathlib.Path, mutation: Mutation) -> str:
         raise SystemExit(f"error: {mutation.file} holds the text of break {mutation.bug!r} not exactly once")
     target.write_text(original.replace(mutation.old, mutation.new))
     try:
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", *mutation.tests],
-            cwd=tree,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return _failure(tree, mutation.tests, f"break {mutation.bug!r}")
     finally:
         target.write_text(original)
+
+
+def _failure(tree: pathlib.Path, tests: Sequence[str], where: str) -> str:
+    """Id of the first of `tests` that fails in `tree`; empty if none does."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", *tests],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
     if run.returncode not in (0, 1) or (run.returncode == 1 and not found):
-        raise SystemExit(
-            f"error: pytest broke off for {mutation.bug!r}:\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
-        )
+        raise SystemExit(f"error: pytest broke off for {where}:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
     return found[1] if found else ""
 
 
