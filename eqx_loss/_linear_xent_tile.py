@@ -253,7 +253,8 @@ def _add_scores(
 
 def _finish(sums: ScoreSums, tile: TokenTile, rules: XentRules, cut: VocabCut) -> TileLoss:
     log_partition = sums.peak + jnp.log(sums.partition)
-    xent = log_partition - sums.target_score
+    # The difference of scores first: it is small and often exact, the log-partition has lost its last bits.
+    xent = jnp.log(sums.partition) + (sums.peak - sums.target_score)
     if sums.score_sum is not None:
         xent = xent + rules.label_smoothing * (sums.target_score - sums.score_sum / cut.num_classes)
     # A scored target that is no class must not become a silent number.

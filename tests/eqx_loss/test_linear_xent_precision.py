@@ -43,14 +43,29 @@ def _errors(dtype, seed, execution):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("keep_logits", [True, False], ids=["three_products", "four_products"])
-def test_error_is_within_the_measured_bound_and_not_above_the_plain_path(dtype, keep_logits):
-    tiling = XentTiling(token_tile_size=64, vocab_tile_size=512, keep_logits=keep_logits)
+@pytest.mark.parametrize("tiles", [(64, 512), (96, 1237)], ids=["even", "ragged"])
+def test_error_of_any_tiling_is_within_the_measured_bound(dtype, tiles):
+    tiling = XentTiling(token_tile_size=tiles[0], vocab_tile_size=tiles[1])
+    errors = [_errors(dtype, seed, XentExecution(tiling=tiling)) for seed in range(3)]
+    assert (np.max(errors, axis=0) <= MARGIN * np.array(MEASURED[dtype])).all(), errors
+
+
+# The width of the tiles keeps the products in the same kernel as the plain path's: with jax 0.10 on CPU, the
+# product with 512 columns alone has 1.13 times the error of the one with 5000.
+TILING = {
+    "default": None,
+    "three_products": XentTiling(token_tile_size=128, vocab_tile_size=1250, keep_logits=True),
+    "four_products": XentTiling(token_tile_size=128, vocab_tile_size=1250, keep_logits=False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tiling", TILING.values(), ids=TILING)
+def test_error_is_not_above_that_of_the_plain_path(dtype, tiling):
     ours, plain = [], []
     for seed in range(3):
         ours.append(_errors(dtype, seed, XentExecution(tiling=tiling)))
         plain.append(_errors(dtype, seed, XentExecution(implementation="plain")))
-    assert (np.max(ours, axis=0) <= MARGIN * np.array(MEASURED[dtype])).all(), ours
     assert (np.mean(ours, axis=0) <= NOISE * np.mean(plain, axis=0)).all(), (ours, plain)
 
 
