@@ -8,7 +8,7 @@ from ._diff import Difference as Difference
 from ._diff import TermDifference as TermDifference
 from ._diff import diff_semantics as diff_semantics
 from ._diff import measure_difference as measure_difference
+from ._explanation import Explanation as Explanation
+from ._explanation import TermExplanation as TermExplanation
 from ._profile import parse_profile as parse_profile
-from ._terms import Explanation as Explanation
-from ._terms import TermExplanation as TermExplanation
 from ._terms import explain_semantics as explain_semantics

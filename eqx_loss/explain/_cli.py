@@ -13,8 +13,9 @@ from .._semantics import LossSemantics
 from ..gap import GapError, GapSummary, read_run
 from ._batch import read_masks
 from ._diff import Difference, TermDifference, diff_semantics, measure_difference
+from ._explanation import NOTATION, Explanation, TermExplanation
 from ._profile import PROFILES, make_profile, parse_profile, read_config
-from ._terms import NOTATION, Explanation, TermExplanation, explain_semantics
+from ._terms import explain_semantics
 
 DONE, UNUSABLE = 0, 2
 _LINES = ("objective", "divided", "coefficient", "log", "world_size", "accumulation", "micro_batch_size")
@@ -144,7 +145,7 @@ def _measured_text(measured: tuple[Difference, ...]) -> str:
 def _gap_text(first: LossSemantics, second: LossSemantics, gaps: list[GapSummary]) -> str:
     lines = ["In this run (logged estimator gaps, mean over groups minus mean over tokens):"]
     lines += [
-        f"  {gap.name:<32} {gap.mean:+.3e} +- {gap.standard_error:.1e} ({gap.relative:+.3%} of the log, "
+        f"  {gap.name:<33} {gap.mean:+.3e} +- {gap.standard_error:.1e} ({gap.relative:+.3%} of the log, "
         f"{gap.num_steps} steps)"
         for gap in gaps
     ]

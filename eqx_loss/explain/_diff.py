@@ -13,7 +13,8 @@ from .._profile_weights import loss_weights
 from .._release_rules import MegatronRules, MicroStepRules
 from .._semantics import LossSemantics
 from ._batch import MaskBatch
-from ._terms import TermExplanation, explain_semantics
+from ._explanation import TermExplanation
+from ._terms import explain_semantics
 
 COMPARED = ("objective", "divided", "coefficient", "log", "world_size", "accumulation", "micro_batch_size")
 
@@ -103,8 +104,10 @@ def measure_difference(
 
 
 def _text(term: TermExplanation, aspect: str) -> str:
-    value: str | tuple[str, ...] = getattr(term, aspect)
-    return value if isinstance(value, str) else "; ".join(value)
+    value: str | float | tuple[str, ...] = getattr(term, aspect)
+    if isinstance(value, tuple):
+        return "; ".join(value)
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _weights(semantics: LossSemantics, batch: MaskBatch) -> LossWeights:

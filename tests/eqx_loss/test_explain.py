@@ -9,7 +9,7 @@ import pytest
 
 from eqx_loss import MEGATRON_RELEASES, BatchLayout, LossSemantics, loss_weights
 from eqx_loss.explain import diff_semantics, explain_semantics, main, parse_profile
-from eqx_loss.explain._terms import NOTHING
+from eqx_loss.explain._explanation import NOTHING
 
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 0]])
 PROFILES = [
@@ -124,6 +124,11 @@ def test_difference_on_a_run_reads_its_gaps(tmp_path, capsys):
     both = ["--diff", "ours,calculate_per_token_loss=true", "ours"]
     assert main([*both, "--run", str(tmp_path)]) == 0
     assert "-1.015e-03" in capsys.readouterr().out
+
+
+def test_difference_of_coefficients_is_shown(capsys):
+    assert main(["--diff", "ours", "ours,moe_z_loss_weight=0.25"]) == 0
+    assert "router_z, coefficient\n  A  0\n  B  0.25\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
