@@ -151,6 +151,12 @@ class LossSemantics:
         0.2.4 and the z term of 0.2.5 are G times too large. Micro-steps are strided rows:
         `BatchLayout.strided`. RFC-0032 has none of this and equals our default.
 
+        The weights give every ratio of the measured table that depends on counts alone. Two rows
+        depend on the measured model too: the load-balance gradient of 0.2.5 (x 0.72) on padding,
+        which its router sees as one repeated token, and the norms under extreme counts (x 0.028
+        and 5 %) on the first tokens of a row, whose MTP gradients are 0.75 of the others' size.
+        `tests/eqx_loss/test_profiles_maxtext.py` has both.
+
         Source: MaxText 0.2.4 and 0.2.5, `maxtext/trainers/pre_train/train.py` (`loss_fn`),
         `maxtext/utils/gradient_accumulation.py`, `maxtext/layers/multi_token_prediction.py`
         (`calculate_mtp_loss`). Upstream adds 1e-8 to denominators; not reproduced.
