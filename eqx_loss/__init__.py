@@ -1,67 +1,28 @@
 """Loss normalization as token weights: masks -> weights -> sums; objective and logs kept apart."""
 
-from ._layout import BatchLayout as BatchLayout
-from ._layout import row_pieces as row_pieces
-from ._linear_xent import linear_cross_entropy as linear_cross_entropy
-from ._linear_xent import linear_cross_entropy_heads as linear_cross_entropy_heads
-from ._linear_xent import linear_token_cross_entropy as linear_token_cross_entropy
-from ._linear_xent_plan import XentPlan as XentPlan
-from ._linear_xent_plan import explain_linear_cross_entropy as explain_linear_cross_entropy
-from ._linear_xent_types import XentExecution as XentExecution
-from ._linear_xent_types import XentRules as XentRules
-from ._linear_xent_types import XentSharding as XentSharding
-from ._linear_xent_types import XentTiling as XentTiling
-from ._log import add_logs as add_logs
-from ._log import bits_per_byte as bits_per_byte
-from ._log import by_domain as by_domain
-from ._log import domain_scale as domain_scale
-from ._log import estimator_gap as estimator_gap
-from ._log import perplexity as perplexity
-from ._log import zero_logs as zero_logs
-from ._loss_weights import LossWeights as LossWeights
-from ._loss_weights import RouterWeights as RouterWeights
-from ._maxtext_logs import MaxTextLogs as MaxTextLogs
-from ._maxtext_logs import maxtext_logs as maxtext_logs
-from ._megatron_logs import MegatronLogs as MegatronLogs
-from ._megatron_logs import megatron_logs as megatron_logs
-from ._output import LossLogs as LossLogs
-from ._output import LossOutput as LossOutput
-from ._output import Objective as Objective
-from ._output import add_outputs as add_outputs
-from ._output import loss_output as loss_output
-from ._output import reported_loss as reported_loss
-from ._profile_weights import loss_weights as loss_weights
-from ._reduce import SumCount as SumCount
-from ._reduce import guarded_ratio as guarded_ratio
-from ._reduce import sum_count as sum_count
-from ._reduce import zero_sum_count as zero_sum_count
-from ._release_rules import MEGATRON_RELEASES as MEGATRON_RELEASES
-from ._release_rules import MegatronRules as MegatronRules
-from ._release_rules import MicroStepRules as MicroStepRules
-from ._release_rules import megatron_rules as megatron_rules
-from ._router import LoadBalanceScope as LoadBalanceScope
-from ._router import expert_counts as expert_counts
-from ._router import load_balance as load_balance
-from ._router import load_balance_units as load_balance_units
-from ._router import router_z_term as router_z_term
-from ._router import updated_router_bias as updated_router_bias
-from ._router_output import RouterTerms as RouterTerms
-from ._scale import Reductions as Reductions
-from ._scale import scale_for as scale_for
-from ._semantics import LossSemantics as LossSemantics
-from ._targets import next_token_targets as next_token_targets
-from ._targets import same_document_as_next as same_document_as_next
-from ._targets import shift_targets as shift_targets
-from ._terms import ExtraTerm as ExtraTerm
-from ._terms import distillation_kl as distillation_kl
-from ._terms import indexer_kl as indexer_kl
-from ._weights import Granularity as Granularity
-from ._weights import granular_mean as granular_mean
-from ._weights import group_mean_weights as group_mean_weights
-from ._weights import num_groups as num_groups
-from ._weights import token_weights as token_weights
-from ._weights import weights_by_group as weights_by_group
-from ._xent import HeadLoss as HeadLoss
-from ._xent import TokenLosses as TokenLosses
-from ._xent import cross_entropy as cross_entropy
-from ._xent import head_loss as head_loss
+import importlib
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._api import *  # noqa: F403 (every name is public)
+else:
+    # JAX is loaded with the first name that is used: `eqx_loss.numpy` and `eqx_loss.compare` work without it.
+    def __getattr__(name: str):
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        public = _public()
+        if name == "__all__":
+            return sorted(public)
+        if name not in public:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals().update(public)
+        return public[name]
+
+    def __dir__() -> list[str]:
+        return sorted(_public())
+
+    def _public() -> dict[str, object]:
+        api = importlib.import_module("._api", __name__)
+        # An import hook of jaxtyping adds a module of its own to what it loads.
+        return {k: v for k, v in vars(api).items() if k[0] != "_" and not isinstance(v, types.ModuleType)}

@@ -14,9 +14,7 @@ MODULES = ("eqx_loss", "eqx_loss.testing")
 
 def _names(module) -> list[str]:
     if module.__name__ == "eqx_loss":
-        return sorted(
-            n for n in vars(module) if not n.startswith("_") and not inspect.ismodule(vars(module)[n])
-        )
+        return module.__all__
     return sorted(
         name
         for name, value in vars(module).items()
