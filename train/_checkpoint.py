@@ -4,7 +4,8 @@ The one place that knows orbax. Writing is atomic (a killed save leaves the prev
 and happens in the background; reading works on any mesh.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,22 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits until every save is on disk."""
-        self._orbax.close()
+        """Waits until every save is on disk.
+
+        Raises:
+            CheckpointError: One could not be written.
+        """
+        with self._writing():
+            self._orbax.close()
 
     def wait(self) -> None:
-        """Waits until every save is on disk; the folder stays open."""
-        self._orbax.wait()
+        """Waits until every save is on disk; the folder stays open.
+
+        Raises:
+            CheckpointError: One could not be written.
+        """
+        with self._writing():
+            self._orbax.wait()
 
     @property
     def latest_step(self) -> int | None:
@@ -80,12 +91,16 @@ class Checkpoints:
         """Starts to write `state` and `record`; returns once the arrays may be overwritten.
 
         Nothing happens when the step is there already.
+
+        Raises:
+            CheckpointError: This one or the one before could not be written; what was on disk is whole.
         """
         if self.latest_step == record.step:
             return
         arrays = eqx.filter(state, eqx.is_array)
         metadata = asdict(record) | {"leaves": _leaves(arrays)}
-        self._orbax.save_checkpointables_async(record.step, {_STATE: arrays}, custom_metadata=metadata)
+        with self._writing():
+            self._orbax.save_checkpointables_async(record.step, {_STATE: arrays}, custom_metadata=metadata)
 
     def read_record(self, step: int) -> Record:
         """The record of the checkpoint at `step`; no array is read."""
@@ -121,6 +136,21 @@ class Checkpoints:
             ) from error
         _check_content(saved, arrays, where)
         return eqx.combine(arrays, static)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:  # orbax and tensorstore have no common base class
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"a checkpoint in {str(self._folder)!r} could not be written: {reason}; make room or restore access, "
+                f"then run the same command again: it goes on from {self._newest()}"
+            ) from error
+
+    def _newest(self) -> str:
+        done = [int(path.name) for path in self._folder.glob("*") if path.name.isdigit()]
+        return f"step {max(done)}" if done else "the start"
 
     def _metadata(self, step: int) -> dict[str, Any]:
         metadata = self._orbax.checkpointables_metadata(step).custom_metadata

@@ -1,6 +1,8 @@
 """The command line of the trainer."""
 
 import argparse
+import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ examples:
   python -m train configs/quickstart.yaml run.num_steps=50 optimizer.schedule.peak=1e-3
   python -m train configs/quickstart.yaml --check loss.calculate_per_token_loss=true
 
+With several processes (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; SLURM; Open MPI; a TPU pod)
+run the same command in each; the first one writes and prints.
 Running the same command again continues from the newest checkpoint of the run folder. Ctrl-C saves first.
 exit codes: 0 done, 1 failed while running, 2 wrong command or configuration, 130 or 143 stopped by a signal.
 """
@@ -28,10 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ._checkpoint import CheckpointError
     from ._config import config_warnings
     from ._config_load import ConfigError, dump_config, load_config
+    from ._distributed import find_processes, is_first_process, join_processes
     from ._loop import TrainingError, train
     from ._run_folder import RunFolderError
 
     console = Console()
+    # orbax prints a traceback for what reaches us as an exception and becomes one message below.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config = load_config(options.config, options.overrides)
         for warning in config_warnings(config):
@@ -39,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             print(dump_config(config), end="")
             return 0
+        try:
+            join_processes(find_processes(os.environ))
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot join the processes of this run: {error}") from error
         result = train(config, console=console, is_fresh=options.fresh, is_forced=options.force)
     except (ConfigError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -46,8 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full or lost disk: what was saved before is whole
+        where = f" {error.filename!r}" if error.filename else ""
+        print(
+            f"error: cannot read or write{where}: {error.strerror}; mend it and run the same command again",
+            file=sys.stderr,
+        )
+        return 1
     if result.signal is None:
         return 0
+    if not is_first_process():
+        return 128 + result.signal
     command = " ".join(["python -m train", str(options.config), *options.overrides])
     # Kept free of line breaks and colours: the last line is a command to copy.
     print(_stop_text(result.signal, result.step, config.run.num_steps, command))

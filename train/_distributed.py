@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_PATIENCE_SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,31 @@ def join_processes(processes: Processes | None) -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this process writes logs, checkpoint manifests and reports."""
+    """Whether this process writes logs and reports."""
     return jax.process_index() == 0
+
+
+def meet(name: str) -> None:
+    """Waits until every process has come here; nothing for a process alone.
+
+    Through the coordinator, not by a collective: gloo gives up on a process that is 30 seconds late, as one is
+    that compiles while the other finds the program in its cache.
+
+    Args:
+        name: The same in all processes, and not used before in this run.
+    Raises:
+        jax.errors.JaxRuntimeError: A process did not come within the hour.
+    """
+    if jax.process_count() > 1:
+        everyone = set(range(jax.process_count()))
+        multihost.sync_global_processes(name, timeout=_PATIENCE_SECONDS, processes=everyone)
+
+
+def largest_of_processes(number: int) -> int:
+    """The largest of the numbers that the processes pass, in all of them; every process must call it."""
+    if jax.process_count() == 1:
+        return number
+    return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
 def _explicit(environment: Mapping[str, str], given: list[str]) -> Processes:

@@ -3,6 +3,7 @@
 Step n + 1 is dispatched before the output of step n is read, so the device never waits for a log.
 """
 
+import contextlib
 import math
 import resource
 import signal
@@ -21,13 +22,14 @@ from ._config import Config
 from ._config_load import ConfigError, dump_config
 from ._data import Dataset, load_dataset
 from ._display import Display
+from ._distributed import is_first_process, largest_of_processes, meet
 from ._evaluate import evaluation_row
 from ._examples import Batch
 from ._manifest import make_manifest, manifest_changes, version_changes
 from ._metrics import Interval, MetricFiles, interval_row
 from ._program import Program, make_program
 from ._report import draw_report, summary_table
-from ._run_folder import RunFolder
+from ._run_folder import CHECKPOINT_FOLDER, RunFolder
 from ._signals import StopRequest
 from ._state import TrainState, abstract_model
 from ._step import StepOutput
@@ -67,7 +69,7 @@ def train(
 
     Args:
         config: The run.
-        console: Where progress is shown.
+        console: Where progress is shown; with several processes the first one alone shows and writes.
         is_fresh: True first deletes what the run folder holds.
         is_forced: True continues although configuration or data are not those of the checkpoint.
         devices: Where to train; None is all devices of all processes.
@@ -83,17 +85,24 @@ def train(
         program = make_program(config, dataset, devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    with RunFolder(folder, is_fresh=is_fresh) as run_folder:
-        with Checkpoints(run_folder.checkpoints, config.checkpoint.num_kept) as checkpoints:
+    if not is_first_process():
+        console = Console(quiet=True)
+    with (
+        RunFolder(folder, is_fresh=is_fresh) if is_first_process() else contextlib.nullcontext() as run_folder
+    ):
+        meet("run folder")  # it is ready before the others read it
+        with Checkpoints(folder / CHECKPOINT_FOLDER, config.checkpoint.num_kept) as checkpoints:
             manifest = make_manifest(config, dataset)
             start = _begin(config, program, checkpoints, manifest, console, is_forced)
-            run_folder.write_config(dump_config(config))
+            if run_folder is not None:
+                run_folder.write_config(dump_config(config))
             console.print(
                 _headline(config, dataset, program, start.record.step), highlight=False, soft_wrap=True
             )
             with StopRequest() as stop:
                 result = _Run(config, program, checkpoints, start, folder, console, stop).run()
-        _finish(result, console)
+        if run_folder is not None:
+            _finish(result, console)
         return result
 
 
@@ -166,6 +175,7 @@ class _Run:
         self._pending: tuple[int, StepOutput] | None = None
         self._saved_step = self._step
         self._num_skipped_in_a_row = 0
+        self._stopped_by: signal.Signals | None = None
         self._clock = Clock()
         self._display = Display(console, num_steps=config.run.num_steps, start_step=self._step)
 
@@ -173,9 +183,12 @@ class _Run:
         num_steps = self._config.run.num_steps
         if self._step < num_steps:
             seconds = self._program.compile(self._state)
+            meet("compiled")
             self._display.say(f"compiled the step in {seconds:.1f} s")
             self._files = MetricFiles(
-                self._folder, start_step=self._step, use_tensorboard=self._config.logging.use_tensorboard
+                self._folder if is_first_process() else None,
+                start_step=self._step,
+                use_tensorboard=self._config.logging.use_tensorboard,
             )
             try:
                 with self._display:
@@ -185,12 +198,12 @@ class _Run:
         else:
             self._display.say("nothing left to do: all steps are done; raise run.num_steps to train on")
         return RunResult(
-            step=self._step, signal=self._stop.signal if self._step < num_steps else None, folder=self._folder
+            step=self._step, signal=self._stopped_by if self._step < num_steps else None, folder=self._folder
         )
 
     def _steps(self, batches: Iterator[Batch], num_steps: int) -> None:
         self._clock.restart()
-        while self._step < num_steps and self._stop.signal is None:
+        while self._step < num_steps and not self._is_stopped():
             with self._clock.waiting():
                 batch = next(batches)
             self._state, output = self._program.step(batch, self._state)
@@ -204,6 +217,13 @@ class _Run:
             if self._step % self._config.checkpoint.every_steps == 0:
                 self._save()
         self._save()
+
+    def _is_stopped(self) -> bool:
+        """Whether a signal came, the same answer in all processes; several agree at log steps only."""
+        if jax.process_count() == 1 or self._step % self._config.logging.every_steps == 0:
+            number = largest_of_processes(self._stop.signal or 0)
+            self._stopped_by = signal.Signals(number) if number else None
+        return self._stopped_by is not None
 
     def _evaluates(self, step: int) -> bool:
         every = self._config.evaluation.every_steps

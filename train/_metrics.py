@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -146,43 +146,48 @@ def _layer_mean(values: Float[Array, " L"]) -> Float[Array, ""]:
 class MetricFiles:
     """The metric files of a run folder; rows are on disk when a call returns."""
 
-    def __init__(self, folder: Path, *, start_step: int, use_tensorboard: bool) -> None:
+    def __init__(self, folder: Path | None, *, start_step: int, use_tensorboard: bool) -> None:
         """Opens the files; rows beyond `start_step` are cut off, they will be written again.
 
         Args:
-            folder: The run folder.
+            folder: The run folder; None writes nothing (all processes but the first).
             start_step: Steps done when the run goes on; 0 begins afresh.
             use_tensorboard: True also writes event files.
         """
+        self._files: dict[str, IO[str]] = {}
+        self._tensorboard = None
+        if folder is None:
+            return
         for name in (METRICS_FILE, PERF_FILE):
             _cut_rows(folder / name, start_step)
-        self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8")
-        self._perf = (folder / PERF_FILE).open("a", encoding="utf-8")
-        self._tensorboard = (
-            _event_writer(folder / TENSORBOARD_FOLDER, start_step) if use_tensorboard else None
-        )
+            self._files[name] = (folder / name).open("a", encoding="utf-8")
+        if use_tensorboard:
+            self._tensorboard = _event_writer(folder / TENSORBOARD_FOLDER, start_step)
 
     def write_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """Appends a row that the mathematics decides."""
-        self._write(self._metrics, step, row)
+        self._write(METRICS_FILE, step, row)
 
     def write_perf(self, step: int, row: Mapping[str, float]) -> None:
         """Appends a row that the clock decides."""
-        self._write(self._perf, step, row)
+        self._write(PERF_FILE, step, row)
 
     def close(self) -> None:
         """Closes every file."""
-        self._metrics.close()
-        self._perf.close()
+        for file in self._files.values():
+            file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _write(self, file: Any, step: int, row: Mapping[str, float]) -> None:
+    def _write(self, name: str, step: int, row: Mapping[str, float]) -> None:
+        if not self._files:
+            return
+        file = self._files[name]
         file.write(json.dumps({"step": step, **row}) + "\n")
         file.flush()
         if self._tensorboard is not None:
-            for name, value in row.items():
-                self._tensorboard.add_scalar(name, value, step)
+            for metric, value in row.items():
+                self._tensorboard.add_scalar(metric, value, step)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

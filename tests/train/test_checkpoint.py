@@ -72,6 +72,17 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path):
         assert checkpoints.latest_step is None
 
 
+def test_a_write_that_fails_is_one_error_that_says_what_is_left(saved, monkeypatch):
+    def full(*_: object, **__: object):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nmore of the same")
+
+    checkpoints = Checkpoints(saved, num_kept=2)
+    monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", full)
+    with pytest.raises(CheckpointError, match="No space left on device; make room .* goes on from step 3"):
+        checkpoints.save(make_state(), dataclasses.replace(RECORD, step=4))
+    checkpoints.close()
+
+
 def test_oldest_checkpoints_are_removed_and_saving_a_step_twice_keeps_it(tmp_path):
     with Checkpoints(tmp_path, num_kept=2) as checkpoints:
         for step in (1, 2, 2, 3):

@@ -3,19 +3,25 @@
 import json
 import os
 import pathlib
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from tests.train.tiny import QUICKSTART, tiny_overrides, tiny_train
 from train._distributed import Processes, find_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(num_processes: int) -> dict:
+def start(num_processes: int, arguments: list[str], num_devices: int = 8) -> list[subprocess.Popen]:
+    """Processes of one run that share `num_devices` fake devices."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -25,7 +31,7 @@ def run(num_processes: int) -> dict:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // num_processes}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices // num_processes}",
         }
         if num_processes > 1:
             environment |= {
@@ -33,18 +39,30 @@ def run(num_processes: int) -> dict:
                 "JAX_NUM_PROCESSES": str(num_processes),
                 "JAX_PROCESS_ID": str(index),
             }
-        command = [sys.executable, "-m", "tests.train.distributed_child"]
-        children.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment,
+            cwd=ROOT,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
+        children.append(child)
+    return children
+
+
+def wait_for(condition: Callable[[], object], children: list[subprocess.Popen]) -> None:
+    """Waits until `condition` holds; a child that ended first is an error."""
+    while not condition():
+        for child in children:
+            assert child.poll() is None, child.communicate()
+        time.sleep(0.1)
+
+
+def run(num_processes: int) -> dict:
+    children = start(num_processes, ["-m", "tests.train.distributed_child"])
     try:
         for child in children:
             assert child.stdout is not None
@@ -69,6 +87,37 @@ def test_steps_over_processes_equal_those_of_one(num_processes):
     assert several["processes"] == num_processes
     # float32 sums over devices in another order; the second step sees the first one's update.
     np.testing.assert_allclose(several["numbers"], one["numbers"], rtol=1e-5)
+
+
+TRAIN = ("-m", "train", str(QUICKSTART))
+NUM_STEPS = re.compile(r"after step (\d+) of")
+
+
+@pytest.mark.slow
+def test_processes_stop_together_write_once_and_one_process_goes_on(tmp_path):
+    """SIGTERM reaches the second process alone; both save the same step, which is that of a run alone."""
+    overrides = [*tiny_overrides(tmp_path), "evaluation.every_steps=null"]
+    children = start(2, [*TRAIN, *overrides, "run.num_steps=1000000"], num_devices=4)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text(), children)
+    children[1].send_signal(signal.SIGTERM)
+    texts = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, texts
+    assert "loss" not in texts[1][0]
+    stop = NUM_STEPS.search(texts[0][0])
+    assert stop is not None
+    saved = int(stop[1])
+
+    total = f"run.num_steps={saved + 2}"
+    tiny_train(tmp_path, *overrides, total)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows[:-1]] == list(range(2, saved + 3, 2))
+    alone = tmp_path / "alone"
+    tiny_train(tmp_path, *overrides, total, f"run.folder={alone}")
+    expected = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
+    for row, same in zip(rows[:5], expected, strict=False):
+        # float32 sums over devices in another order, and updates that build on them.
+        assert row == pytest.approx(same, rel=1e-4, abs=1e-5)
 
 
 def test_explicit_variables_name_the_processes():
