@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(arguments: argparse.Namespace) -> Comparison:
     reference_names, candidate_names = _mapped_names(arguments.map)
+    asked = _tolerances(arguments.tol)
     options = Options(
-        tolerances={**DEFAULT_TOLERANCES, **_tolerances(arguments.tol)},
+        tolerances={**DEFAULT_TOLERANCES, **asked},
         first_tolerance=arguments.first_step_tol,
         offset=arguments.offset,
         reference_names=reference_names,
@@ -58,7 +59,16 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
     )
     reference = read_run(arguments.reference, _format(arguments.reference_format))
     candidate = read_run(arguments.candidate, _format(arguments.candidate_format))
-    return compare_runs(reference, candidate, options)
+    comparison = compare_runs(reference, candidate, options)
+    compared = {result.channel for result in comparison.channels}
+    missing = [name for name in asked if name not in compared]
+    if missing:
+        # A misspelt or vanished channel would otherwise pass unjudged, night after night.
+        raise LogError(
+            f"--tol must name compared channels, got {', '.join(missing)}; compared: "
+            f"{', '.join(sorted(compared))}"
+        )
+    return comparison
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -144,6 +144,7 @@ def compare_runs(reference: Run, candidate: Run, options: Options | None = None)
         *_run_notes("reference", reference),
         *_run_notes("candidate", candidate),
         *_coverage(results, sides),
+        *_one_sided(sides, options),
     )
     return Comparison(
         reference=reference, candidate=candidate, alignment=alignment, channels=results, notes=notes
@@ -210,11 +211,15 @@ def _judge(name: str, pairs: Pairs, sides: _Sides, options: Options) -> ChannelR
     first = float("inf") if tolerance is None else options.first_tolerance
     numbers = statistics(pairs, limit, first)
     short = tolerance is not None and numbers.num_steps < options.min_steps
-    failed = numbers.first_step_beyond is not None or short
+    nothing = tolerance is not None and numbers.num_not_finite == numbers.num_steps
+    failed = numbers.first_step_beyond is not None or short or nothing
     verdict = Verdict.INFO if tolerance is None else Verdict.FAIL if failed else Verdict.PASS
     notes = [channels.notes[name] for channels in (sides.ours, sides.theirs) if name in channels.notes]
     if short:
         notes.append(f"only {numbers.num_steps} common steps, at least {options.min_steps} are required")
+    both = int(np.count_nonzero(~np.isfinite(pairs.reference) & ~np.isfinite(pairs.candidate)))
+    if both:
+        notes.append(f"{both} of {numbers.num_steps} steps are finite in neither log and show nothing")
     cause = None
     if numbers.first_step_beyond is not None:
         cause = likeliest_cause(_evidence(name, pairs, limit, numbers, sides))
@@ -307,6 +312,20 @@ def _run_notes(role: str, run: Run) -> list[str]:
         notes.append(f"{role}: {run.num_duplicates} values printed more than once, equal")
     if run.num_skipped:
         notes.append(f"{role}: {run.num_skipped} unreadable records left out (cut short or damaged)")
+    return notes
+
+
+def _one_sided(sides: _Sides, options: Options) -> list[str]:
+    """Notes on channels that would be judged but are in one log only."""
+    notes: list[str] = []
+    for role, channels, others in (
+        ("reference", sides.ours, sides.theirs),
+        ("candidate", sides.theirs, sides.ours),
+    ):
+        for name in channels.series:
+            is_judged = not options.channels and name in options.tolerances
+            if is_judged and name not in others.series:
+                notes.append(f"{name}: only in the {role}, not compared")
     return notes
 
 

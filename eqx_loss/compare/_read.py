@@ -52,7 +52,12 @@ def read_run(path: str | pathlib.Path, log_format: LogFormat | None = None) -> R
 
 
 def _parse_text(text: str, path: str, wanted: LogFormat | None) -> tuple[LogFormat, Parsed]:
-    log_format = wanted or _recognize(text, path)
+    parsed: Parsed | None = None
+    log_format = wanted
+    if log_format is None:
+        log_format, parsed = _recognize(text, path)
+    if parsed is not None:
+        return log_format, parsed
     match log_format:
         case LogFormat.MEGATRON | LogFormat.MAXTEXT | LogFormat.TORCHTITAN:
             return log_format, _TEXT_READERS[log_format](text)
@@ -72,29 +77,32 @@ def _parse_text(text: str, path: str, wanted: LogFormat | None) -> tuple[LogForm
             )
 
 
-def _recognize(text: str, path: str) -> LogFormat:
-    """The format the content shows; step lines of a trainer win over what wraps them."""
+def _recognize(text: str, path: str) -> tuple[LogFormat, Parsed | None]:
+    """The format the content shows; step lines of a trainer win over what wraps them.
+
+    The rows too, where they had to be read to recognize it.
+    """
     document = _try_document(text)
     if isinstance(document, list):
-        return LogFormat.REFERENCE
+        return LogFormat.REFERENCE, None
     if isinstance(document, dict):
         record = cast("dict[str, object]", document)
         if "log_history" in record:
-            return LogFormat.TRAINER_STATE
+            return LogFormat.TRAINER_STATE, None
         if "losses" in record:
-            return LogFormat.REFERENCE
+            return LogFormat.REFERENCE, None
         if structured.looks_like_golden(record):
-            return LogFormat.GOLDEN
-    counts = {log_format: len(reader(text).rows) for log_format, reader in _TEXT_READERS.items()}
-    best = max(counts, key=lambda log_format: counts[log_format])
-    if counts[best]:
-        return best
+            return LogFormat.GOLDEN, None
+    found = {log_format: reader(text) for log_format, reader in _TEXT_READERS.items()}
+    best = max(found, key=lambda log_format: len(found[log_format].rows))
+    if found[best].rows:
+        return best, found[best]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if sum(line.startswith("{") for line in lines) * 2 > len(lines) and structured.parse_jsonl(text).rows:
-        return LogFormat.JSONL
+        return LogFormat.JSONL, None
     if lines and structured.has_step_column(lines[0]):
-        return LogFormat.CSV
-    if text.lstrip()[:1] in ("{", "["):
+        return LogFormat.CSV, None
+    if text.lstrip()[:1] in ("{", "[") and not (lines and _try_document(lines[0])):
         _document(text, path)  # says where the JSON breaks off
     raise LogError(
         f"{path}: no training step recognized; a log must be {_KNOWN}. First line: "

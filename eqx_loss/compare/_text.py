@@ -112,4 +112,4 @@ def _named_values(fields: list[str]) -> dict[str, float]:
 
 
 def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+    return float(text.replace(",", "") if "," in text else text)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_MAX_STEP = 2**53  # beyond it a step is garbage that looked like a number
+
 
 class LogFormat(enum.Enum):
     """Where a log comes from. The value is the name used by `--format` options."""
@@ -102,8 +104,10 @@ def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
     Raises:
         LogError: There is no row at all.
     """
-    if not parsed.rows:
-        skipped = f" ({parsed.num_skipped} unreadable records)" if parsed.num_skipped else ""
+    rows = [row for row in parsed.rows if abs(row.step) <= _MAX_STEP]
+    num_skipped = parsed.num_skipped + len(parsed.rows) - len(rows)
+    if not rows:
+        skipped = f" ({num_skipped} unreadable records)" if num_skipped else ""
         raise LogError(
             f"{path}: no training step found when read as {log_format.value}{skipped}; name the right "
             "format with --reference-format or --candidate-format"
@@ -112,7 +116,7 @@ def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
     num_repeated = num_duplicates = 0
     restarts: list[int] = []
     previous_step: int | None = None
-    for row in parsed.rows:
+    for row in rows:
         changed = False
         for name, value in row.values.items():
             table = tables.setdefault(name, {})
@@ -137,7 +141,7 @@ def assemble(path: str, log_format: LogFormat, parsed: Parsed) -> Run:
         num_repeated=num_repeated,
         num_duplicates=num_duplicates,
         restarts=tuple(restarts),
-        num_skipped=parsed.num_skipped,
+        num_skipped=num_skipped,
     )
 
 
