@@ -56,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        options.output.write_text(text, encoding="utf-8")
+        try:
+            options.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: {options.output}: {error}", file=sys.stderr)
+            return UNUSABLE
     for line in imported.dropped:
         print(f"not honoured: {line}", file=sys.stderr)
     for line in imported.remarks:
@@ -78,9 +82,13 @@ def import_config(source: str, text: str, name: str) -> Imported:
         name: Named in errors.
 
     Raises:
-        ForeignFileError: The file holds no setting.
+        ForeignFileError: The file cannot be read or holds no setting.
     """
-    keys = read_megatron(text) if source == "megatron" else read_maxtext(text)
+    try:
+        keys = read_megatron(text) if source == "megatron" else read_maxtext(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a quotation that is never closed
+        reason = " ".join(str(error).split())
+        raise ForeignFileError(f"neither a command line nor YAML that can be read ({reason})") from error
     if not keys:
         wanted = "--flags or YAML keys" if source == "megatron" else "YAML keys or key=value arguments"
         raise ForeignFileError(

@@ -14,11 +14,11 @@ from ._config_import_rules import (
     Convert,
     Imported,
     Translation,
-    apply_rules,
     flag,
     integer,
     only,
     real,
+    translate,
 )
 
 _RULES: Mapping[str, tuple[str, Convert]] = {
@@ -66,7 +66,6 @@ _RULES: Mapping[str, tuple[str, Convert]] = {
     "remat_policy": ("model.remat", lambda value: _remat(value)),
 }
 
-# Settings without a switch here: accepted where they say what this code always does.
 _FIXED: Mapping[str, Convert] = {
     "weight_dtype": only("float32", reason="parameters are float32"),
     "mlp_activations": only("['silu', 'linear']", reason="feed-forwards are SwiGLU"),
@@ -103,10 +102,7 @@ def read_maxtext(text: str) -> dict[str, Any]:
 
 def maxtext_tree(keys: Mapping[str, Any]) -> Imported:
     """Our configuration for MaxText settings."""
-    translation = Translation(keys)
-    apply_rules(translation, _RULES)
-    for name, convert in _FIXED.items():
-        translation.take(name, convert)
+    translation = translate(keys, _RULES, _FIXED)
     _attention(translation)
     _experts(translation)
     _optimizer(translation)

@@ -15,11 +15,11 @@ from ._config_import_rules import (
     Convert,
     Imported,
     Translation,
-    apply_rules,
     flag,
     integer,
     only,
     real,
+    translate,
 )
 
 _ASSIGNMENT = re.compile(
@@ -68,7 +68,6 @@ _RULES: Mapping[str, tuple[str, Convert]] = {
     "log_interval": ("logging.every_steps", integer),
 }
 
-# Settings without a switch here: accepted where they say what this code always does.
 _FIXED: Mapping[str, Convert] = {
     "swiglu": only(True, "", reason="feed-forwards are SwiGLU"),
     "normalization": only("RMSNorm", reason="norms are RMSNorm"),
@@ -118,10 +117,7 @@ def read_megatron(text: str) -> dict[str, Any]:
 
 def megatron_tree(keys: Mapping[str, Any]) -> Imported:
     """Our configuration for Megatron settings."""
-    translation = Translation(keys)
-    apply_rules(translation, _RULES)
-    for name, convert in _FIXED.items():
-        translation.take(name, convert)
+    translation = translate(keys, _RULES, _FIXED)
     _attention(translation)
     _experts(translation)
     _loss(translation)

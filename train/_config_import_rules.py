@@ -46,7 +46,7 @@ class Translation:
         self._used.add(name)
         try:
             return convert(self.keys[name])
-        except (CannotExpressError, ValueError, TypeError) as error:
+        except (CannotExpressError, ValueError, TypeError, OverflowError) as error:
             self.drop(name, str(error))
             return default
 
@@ -72,10 +72,22 @@ class Translation:
         return Imported(tree=self.tree, dropped=tuple(self.dropped), remarks=tuple(self.remarks))
 
 
-def apply_rules(translation: Translation, rules: Mapping[str, tuple[str, Convert]]) -> None:
-    """Carries over every key with a plain rule: foreign name to (our path, converter)."""
+def translate(
+    keys: Mapping[str, Any], rules: Mapping[str, tuple[str, Convert]], fixed: Mapping[str, Convert]
+) -> Translation:
+    """A translation that has carried over every key with a plain rule.
+
+    Args:
+        keys: Foreign settings.
+        rules: Foreign name to (our path, converter).
+        fixed: Settings without a switch here: accepted where they say what our code always does.
+    """
+    translation = Translation(keys)
     for name, (path, convert) in rules.items():
         translation.put(path, translation.take(name, convert))
+    for name, convert in fixed.items():
+        translation.take(name, convert)
+    return translation
 
 
 def integer(value: Any) -> int:

@@ -219,6 +219,24 @@ def test_files_without_settings_are_refused(convert, source, text):
     assert "must hold" in err
 
 
+@pytest.mark.parametrize("text", ["a: [1, 2\nb: {", 'pretrain.py --num-layers "24 --lr 1e-4'])
+def test_broken_yaml_and_an_open_quotation_are_refused(convert, text):
+    code, tree, _, err = convert("megatron", text)
+    assert (code, tree) == (2, None)
+    assert "neither a command line nor YAML" in err
+
+
+def test_an_infinite_size_is_listed_not_a_crash(convert):
+    assert "not honoured: base_emb_dim=1e999" in convert("maxtext", MAXTEXT + "base_emb_dim: 1e999\n")[3]
+
+
+def test_an_output_that_cannot_be_written_is_a_usage_error(tmp_path, capsys):
+    source = tmp_path / "model.yml"
+    source.write_text(MAXTEXT)
+    assert main(["import", "--from", "maxtext", str(source), "-o", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_a_usage_error(capsys):
     assert main(["import", "--from", "maxtext", "/no/such/file"]) == 2
     assert main(["import", "--from", "other", "/no/such/file"]) == 2
