@@ -28,16 +28,23 @@ class Verdict:
 
 def judge(path: pathlib.Path) -> Verdict:
     """Solves the case of a file by the public API and compares every expected value."""
-    case = json.loads(path.read_text())
-    expected = case["expected"]
+    try:
+        case = json.loads(path.read_text())
+        kind, inputs, expected = case["kind"], case["inputs"], case["expected"]
+        wanted = dict(expected["values"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Verdict(path.stem, f"no case file: {type(error).__name__}: {error}", math.inf)
     rtol, atol = expected.get("rtol", 1e-9), expected.get("atol", 1e-12)
     try:
         with jax.enable_x64(True):
-            found = case_solvers.solve(case["kind"], case["inputs"], tuple(expected["values"]))
+            found = case_solvers.solve(kind, inputs, tuple(wanted))
     except case_solvers.NotExpressible as error:
         return Verdict(path.stem, f"the public API has no answer: {error}", math.inf)
+    except AssertionError as error:
+        first = next((line for line in str(error).splitlines() if line), "")
+        return Verdict(path.stem, f"two cuts of the same batch differ: {first}", math.inf)
     problems, largest = [], 0.0
-    for name, value in expected["values"].items():
+    for name, value in wanted.items():
         if name not in found:
             problems.append(f"no answer for {name!r}")
             continue

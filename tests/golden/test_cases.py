@@ -56,3 +56,28 @@ def test_judge_refuses_inputs_that_no_public_function_takes(tmp_path):
 def test_judge_of_a_missing_folder_exits_2(tmp_path, capsys):
     assert cases.main([str(tmp_path / "none")]) == 2
     assert "holds no case files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"kind": ', "no case file: JSONDecodeError"),
+        ("[1]", "no case file: TypeError"),
+        ('{"kind": "mtp", "inputs": {}}', "no case file: KeyError: 'expected'"),
+        (
+            '{"kind": "unheard_of", "inputs": {"z": 1}, "expected": {"values": {"loss": 1}}}',
+            "the public API has no answer: loss of kind 'unheard_of'",
+        ),
+        (
+            '{"kind": "mtp", "inputs": {"per_token_xent": ["a"]}, "expected": {"values": {"loss": 1}}}',
+            "token_values: ValueError",
+        ),
+    ],
+)
+def test_judge_says_why_a_case_cannot_be_judged_and_goes_on(tmp_path, capsys, text, reason):
+    (tmp_path / "0_bad.json").write_text(text)
+    (tmp_path / "1_good.json").write_text(FILES[0].read_text())
+    assert cases.main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert reason in printed
+    assert printed.endswith("1 passed, 1 failed\n")

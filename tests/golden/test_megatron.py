@@ -41,6 +41,13 @@ def test_an_empty_folder_does_not_pass(tmp_path):
     assert main([str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("content", [b"garbage", b"PK\x03\x04 cut off"])
+def test_a_damaged_file_is_named_and_fails(tmp_path, capsys, content):
+    (tmp_path / "mtp1_n3.pt.npz").write_bytes(content)
+    assert main([str(tmp_path)]) == 1
+    assert "mtp1_n3.pt.npz: cannot be run" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "error"),
     [

@@ -20,6 +20,7 @@ from ._registry import (
     solver,
 )
 
+PROMPTS = r"(prompt|question)_(group_)?(of_row|ids?)|prompt_group_of_row|group_of_row"
 MODES = {
     "token_mean": ("token", None),
     "sample_mean": ("row", None),
@@ -28,7 +29,10 @@ MODES = {
     "seq_mean_token_sum_norm": ("row", "max_length"),
     "sum_over_constant": ("row", "constant"),
     "group_mean_token_mean": ("prompt", None),
+    "row_mean": ("row", None),
+    "sequence_mean": ("row", None),
     "microbatch_mean": ("microbatch", None),
+    "mean_of_microbatch_means": ("microbatch", None),
     "micro_batch_mean": ("microbatch", None),
     "sum": ("all", 1.0),
     "token_sum": ("all", 1.0),
@@ -44,7 +48,7 @@ def token_values(kind: str, inputs: dict) -> Values:
     mask_name = first_name(inputs, MASKS)
     mask = there & (grid(inputs[mask_name])[0] != 0) if mask_name else there
     config = config_of(inputs)
-    out = _modes(values, mask, config)
+    out = _modes(values, mask, config, _segments(inputs, mask))
     objective = str(config.get("objective", "token_mean")).split()[0]
     mode = objective if objective in out else "token_mean"
     weights = mode_weights(mask, mode, config)
@@ -59,8 +63,26 @@ def token_values(kind: str, inputs: dict) -> Values:
         **_partitioned(values, mask, config),
     )
     if name.endswith("_by_rank"):
-        out.update(_rank_scales(mask))
+        ranks = len(inputs[name])
+        out.update(rank_scales(mask.reshape(ranks, -1).sum(axis=1), config))
+    bytes_name = first_name(inputs, r"(num_|n_)?bytes_(of|per)_token|token_(num_)?bytes|byte_counts?")
+    if bytes_name is not None:
+        log = eqx_loss.sum_count(jnp.asarray(values), jnp.asarray(mask))
+        num_bytes = jnp.sum(jnp.where(jnp.asarray(mask), grid(inputs[bytes_name])[0], 0))
+        out.update(
+            bits_per_byte=float(eqx_loss.bits_per_byte(log, num_bytes)),
+            n_bytes=float(num_bytes),
+            bits_per_token=float(log.value()) / math.log(2),
+        )
     return out
+
+
+def _segments(inputs: dict, mask: np.ndarray) -> jax.Array | None:
+    name = first_name(inputs, r"segment_ids|document_ids|documents?_of_token")
+    if name is None:
+        return None
+    ids = np.asarray(inputs[name]).reshape(-1)
+    return jnp.asarray(ids.reshape(mask.shape)) if ids.size == mask.size else None
 
 
 def mode_weights(mask: np.ndarray, mode: str, config: dict) -> jax.Array:
@@ -80,12 +102,28 @@ def mode_weights(mask: np.ndarray, mode: str, config: dict) -> jax.Array:
         case "all":
             ids, number_of_groups = np.zeros(rows, int), 1
         case "prompt":
-            ids = np.asarray(config["prompt_group_of_row"])
+            name = first_name(config, PROMPTS)
+            ids = np.unique(np.asarray(config[name]), return_inverse=True)[1]
             number_of_groups = int(ids.max()) + 1
         case _:
-            ids = _ids_of(config["microbatches_of_rows"], rows)
-            number_of_groups = len(config["microbatches_of_rows"])
-    return eqx_loss.weights_by_group(scored, jnp.asarray(ids), number_of_groups, divisor=divisor)
+            groups = _microbatches(config, rows)
+            ids, number_of_groups = _ids_of(groups, rows), len(groups)
+    return eqx_loss.weights_by_group(
+        scored,
+        jnp.asarray(ids),
+        number_of_groups,
+        divisor=divisor,
+        count_empty=bool(config.get("count_empty", True)),
+    )
+
+
+def _microbatches(config: dict, rows: int) -> list[list[int]]:
+    """Rows of each micro-batch: as listed, or blocks of the size given; empty when there is neither."""
+    listed = first_name(config, r"micro_?batches(_of_rows)?|rows_by_micro_?batch")
+    if listed is not None:
+        return config[listed]
+    size = config.get(first_name(config, r"micro_?batch_(size|rows)|rows_per_micro_?batch") or "", 0)
+    return [list(range(rows))[i : i + size] for i in range(0, rows, size)] if size else []
 
 
 def _ids_of(groups: list[list[int]], rows: int) -> np.ndarray:
@@ -100,16 +138,31 @@ def _weighted(values: np.ndarray, mask: np.ndarray, weights: jax.Array) -> float
     return float(eqx_loss.head_loss(losses, weights).objective)
 
 
-def _modes(values: np.ndarray, mask: np.ndarray, config: dict) -> Values:
+def _modes(values: np.ndarray, mask: np.ndarray, config: dict, segments: jax.Array | None) -> Values:
     """Every aggregation mode whose groups the inputs define."""
     out: Values = {}
     for mode, (grouping, _) in MODES.items():
-        needed = {"prompt": "prompt_group_of_row", "microbatch": "microbatches_of_rows"}.get(grouping)
-        if needed is None or needed in config:
-            out[mode] = _weighted(values, mask, mode_weights(mask, mode, config))
+        if grouping == "prompt" and first_name(config, PROMPTS) is None:
+            continue
+        if grouping == "microbatch" and not _microbatches(config, len(mask)):
+            continue
+        out[mode] = _weighted(values, mask, mode_weights(mask, mode, config))
     out["global_token_mean"] = out["token_mean"]
+    dropping = {**config, "count_empty": False}
+    for name in ("sample_mean", "seq_mean_token_mean"):
+        out[f"{name}_without_empty"] = _weighted(values, mask, mode_weights(mask, name, dropping))
+    if segments is not None:
+        for name, count_empty in (
+            ("document_mean", bool(config.get("count_empty", True))),
+            ("document_mean_without_empty", False),
+        ):
+            weights = eqx_loss.token_weights(
+                jnp.asarray(mask), Granularity.DOCUMENT, segment_ids=segments, count_empty=count_empty
+            )
+            out[name] = _weighted(values, mask, weights)
     if "data_ranks" in config:
         out.update(_rank_estimators(values, mask, config))
+    out["estimator_gap"] = out["sample_mean"] - out["token_mean"]
     return out
 
 
@@ -136,28 +189,32 @@ def _partitioned(values: np.ndarray, mask: np.ndarray, config: dict) -> Values:
     weights = eqx_loss.token_weights(jnp.asarray(mask), Granularity.TOKEN)
     losses = jnp.where(jnp.asarray(mask), jnp.asarray(values), 0)
     out: Values = {"loss_with_accumulation_steps_1": float(jnp.sum(weights * losses))}
-    if "microbatches_of_rows" in config:
-        parts = [
-            float(jnp.sum((weights * losses)[jnp.asarray(part)])) for part in config["microbatches_of_rows"]
-        ]
+    groups = _microbatches(config, len(mask))
+    if groups:
+        parts = [float(jnp.sum((weights * losses)[jnp.asarray(part)])) for part in groups]
         np.testing.assert_allclose(sum(parts), out["loss_with_accumulation_steps_1"], rtol=1e-12)
         out["multiplier_of_each_microbatch_sum"] = float(weights.max())
         out["multiplier_of_microbatch_sum"] = float(weights.max())
     for splits in (config.get("splits") or {}).values():
         flat_weights, flat_mask = np.asarray(weights).ravel(), mask.ravel()
         out["share_of_rank_in_denominator"] = [float(flat_weights[part].sum()) for part in splits]
+        out["n_tokens_by_rank"] = [float(flat_mask[part].sum()) for part in splits]
         assert flat_mask.size >= sum(len(part) for part in splits)
     return out
 
 
-def _rank_scales(mask: np.ndarray) -> Values:
-    """What each rank multiplies when the all-reduce averages gradients over ranks."""
-    weights = np.asarray(eqx_loss.token_weights(jnp.asarray(mask), Granularity.TOKEN))
-    ranks = len(mask)
-    counts = mask.sum(axis=1)
+def rank_scales(counts: np.ndarray, config: dict) -> Values:
+    """What each rank multiplies before the all-reduce that the framework does."""
+    averages = "mean" in str(config.get("gradient_all_reduce", "mean over ranks"))
+    reductions = eqx_loss.Reductions(data_ranks=len(counts), over_data="mean" if averages else "sum")
+    total = float(counts.sum())
     return {
-        "multiplier_of_local_sum": ranks * weights.max(),
-        "multiplier_of_local_mean": (ranks * weights.max() * counts).tolist(),
+        "multiplier_of_local_sum": eqx_loss.scale_for(reductions, "token_sum", num_tokens=total),
+        "multiplier_of_local_mean": [
+            eqx_loss.scale_for(reductions, "token_mean", num_tokens=total, local_num_tokens=float(count))
+            for count in counts
+        ],
+        "n_tokens_by_rank": counts.tolist(),
     }
 
 
@@ -168,8 +225,9 @@ def rank_gradients(kind: str, inputs: dict) -> Values:
         return {}
     gradients, there = grid(inputs[name])
     weights = eqx_loss.token_weights(jnp.asarray(there), Granularity.TOKEN)
-    count = len(inputs[name])
+    factor = rank_scales(there.reshape(len(inputs[name]), -1).sum(axis=1), config_of(inputs))
     return {
         "gradient": float(jnp.sum(weights * gradients)),
-        "factor_to_apply_after_the_mean_all_reduce_of_summed_gradients": float(count * weights.max()),
+        "factor_to_apply_after_the_mean_all_reduce_of_summed_gradients": factor["multiplier_of_local_sum"],
+        **factor,
     }

@@ -7,6 +7,7 @@ semantics gives where it differs from the release. Exit code 0 only if every cas
 import os
 import pathlib
 import sys
+import zipfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -28,9 +29,9 @@ def main(arguments: list[str]) -> int:
         try:
             case = read_case(file)
             verdict = check_case(case)
-        except (KeyError, ValueError) as error:
+        except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError) as error:
             failed += 1
-            print(f"fail  {file}: cannot be run: {error}", flush=True)
+            print(f"fail  {file}: cannot be run: {type(error).__name__}: {error}", flush=True)
             continue
         failed += not verdict.passed
         print(line(case.name, verdict), flush=True)

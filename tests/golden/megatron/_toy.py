@@ -67,5 +67,7 @@ def _layer(
     routers.append(logits)
     gates = jax.nn.sigmoid(logits)
     kept, chosen = jax.lax.top_k(gates, num_active)
-    probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
-    return hidden + jnp.einsum("bsa,bsad->bsd", probs, params[f"{name}.experts"][chosen])
+    one_hot = jax.nn.one_hot(chosen, gates.shape[-1], dtype=gates.dtype)
+    # All experts, with share 0 where not chosen: a NaN gradient must reach them as in `p @ X`.
+    shares = jnp.einsum("bsa,bsae->bse", kept / jnp.sum(kept, axis=-1, keepdims=True), one_hot)
+    return hidden + jnp.einsum("bse,ed->bsd", shares, params[f"{name}.experts"])
