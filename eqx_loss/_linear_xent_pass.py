@@ -42,17 +42,24 @@ class Gradients(NamedTuple):
     unembed: Float[Array, "D V"]
 
 
+# Losses, gradients, and one buffer for the kept scores of whichever tile is visited: a buffer made
+# anew for each tile would be cleared for each.
+Carried = tuple[Losses, Gradients, Array | None]
+
+
 class TokenCut(NamedTuple):
     """Static description of the token tiles of one device.
 
     `tile_size` positions of every row make a tile. `travel_axes` are mesh axes over which hidden
-    states of a tile are gathered, because those axes hold different columns of `unembed`;
+    states of a tile are gathered, because those axes hold different columns of `unembed`, and
+    `num_travel` the devices along them;
     `mesh_axes` are all axes whose devices must agree on the tiles to visit.
     """
 
     tile_size: int
     travel_axes: tuple[str, ...] = ()
     mesh_axes: tuple[str, ...] = ()
+    num_travel: int = 1
 
 
 def loss_pass(
@@ -78,16 +85,17 @@ def fused_pass(
     weighted = _weighted(tokens)
     order, count = _visits(weighted, token_cut)
 
-    def visit(k: Int[Array, ""], carry: tuple[Losses, Gradients]) -> tuple[Losses, Gradients]:
-        losses, gradients = carry
+    def visit(k: Int[Array, ""], carry: Carried) -> Carried:
+        losses, gradients, kept = carry
         index = order[k]
         tile = _read_tile(tokens, index, token_cut, cut)
-        loss, kept = tile_loss(tile, unembed, rules, cut, keep=cut.keep_logits)
+        loss, kept = tile_loss(tile, unembed, kept, rules, cut)
         losses = _write_losses(losses, loss, index, token_cut)
         hidden, total = tile_gradient(tile, unembed, loss.norm, kept, gradients.unembed, rules, cut)
-        return losses, _write_hidden(gradients, hidden, total, index, token_cut, cut)
+        return losses, _write_hidden(gradients, hidden, total, index, token_cut, cut), kept
 
-    losses, gradients = repeat(count, visit, (_no_losses(tokens), _no_gradients(tokens, unembed)))
+    start = (_no_losses(tokens), _no_gradients(tokens, unembed), _no_scores(tokens, token_cut, cut))
+    losses, gradients, _ = repeat(count, visit, start)
     rest, rest_count = _visits(tokens.scored, token_cut, except_for=weighted)
 
     def visit_rest(k: Int[Array, ""], losses: Losses) -> Losses:
@@ -216,7 +224,7 @@ def _visit_loss(
     cut: VocabCut,
 ) -> Losses:
     tile = _read_tile(tokens, index, token_cut, cut)
-    loss, _ = tile_loss(tile, unembed, rules, cut, keep=False)
+    loss, _ = tile_loss(tile, unembed, None, rules, cut)
     return _write_losses(losses, loss, index, token_cut)
 
 
@@ -253,3 +261,11 @@ def _no_losses(tokens: Tokens) -> Losses:
 def _no_gradients(tokens: Tokens, unembed: Float[Array, "D V"]) -> Gradients:
     dtype = tokens.xent_weight.dtype
     return Gradients(hidden=jnp.zeros(tokens.hidden.shape, dtype), unembed=jnp.zeros(unembed.shape, dtype))
+
+
+def _no_scores(tokens: Tokens, token_cut: TokenCut, cut: VocabCut) -> Float[Array, "N B S X"] | None:
+    if not cut.keep_logits:
+        return None
+    positions = token_cut.tile_size * token_cut.num_travel
+    shape = (cut.num_tiles, tokens.targets.shape[1], positions, cut.tile_size)
+    return jnp.zeros(shape, cut.accumulator_dtype)

@@ -102,6 +102,7 @@ def explain_linear_cross_entropy(
         operand_dtype=operand,
         accumulator_dtype=accumulator,
         row_major_gradient=backend == "tpu",
+        gather_targets=backend == "cpu",
     )
     num_tiles = num_token_tiles(positions if sizes.keep_rows else rows * positions, sizes.positions)
     work = Workload(
@@ -120,7 +121,7 @@ def explain_linear_cross_entropy(
         implementation=choice.implementation,
         reason=choice.reason,
         estimated_seconds=choice.estimated_seconds,
-        token_cut=TokenCut(sizes.positions, travel, _meeting_axes(sharding, axes)),
+        token_cut=TokenCut(sizes.positions, travel, _meeting_axes(sharding, axes), num_travel),
         vocab_cut=vocab_cut,
         keep_rows=sizes.keep_rows,
         num_token_tiles=num_tiles,

@@ -36,6 +36,8 @@ class VocabCut:
         accumulator_dtype: Type of scores, losses and gradients before the last cast.
         row_major_gradient: Whether to fix the layout of the gradient of `unembed`: left alone, the
             compiler for TPU v6e transposes it, and back at the end through a second copy.
+        gather_targets: Whether target scores are gathered, one a token, instead of summed under a
+            comparison: cheaper on a CPU, where the comparison is one more pass over the tile.
     """
 
     num_columns: int
@@ -47,6 +49,7 @@ class VocabCut:
     operand_dtype: jnp.dtype
     accumulator_dtype: jnp.dtype
     row_major_gradient: bool
+    gather_targets: bool
 
     @property
     def num_tiles(self) -> int:
@@ -110,9 +113,13 @@ class Norm(NamedTuple):
 
 
 def tile_loss(
-    tile: TokenTile, unembed: Float[Array, "D V"], rules: XentRules, cut: VocabCut, *, keep: bool
+    tile: TokenTile,
+    unembed: Float[Array, "D V"],
+    kept: Float[Array, "N B S X"] | None,
+    rules: XentRules,
+    cut: VocabCut,
 ) -> tuple[TileLoss, Float[Array, "N B S X"] | None]:
-    """Cross-entropy and log-partition of a token tile, and its scores by vocabulary tile if `keep`."""
+    """Cross-entropy and log-partition of a token tile; its scores replace those in `kept`, if given."""
     dtype = cut.accumulator_dtype
     shape = tile.targets.shape
 
@@ -124,7 +131,7 @@ def tile_loss(
         scores = tile_scores(tile.hidden, slice_columns(unembed, columns, cut), rules, cut)
         if kept is not None:
             kept = cast(Array, lax.dynamic_update_index_in_dim(kept, scores, j, 0))
-        return _add_scores(sums, scores, columns, tile.targets), kept
+        return _add_scores(sums, scores, columns, tile.targets, cut), kept
 
     start = ScoreSums(
         peak=jnp.full(shape, float(np.finfo(dtype).min), dtype),
@@ -132,7 +139,6 @@ def tile_loss(
         target_score=jnp.zeros(shape, dtype),
         score_sum=jnp.zeros(shape, dtype) if rules.label_smoothing > 0 else None,
     )
-    kept = jnp.zeros((cut.num_tiles, *shape, cut.tile_size), dtype) if keep else None
     sums, kept = repeat(cut.num_tiles, add_columns, (start, kept))
     return _finish(combine_shards(sums, cut), tile, rules, cut), kept
 
@@ -151,6 +157,7 @@ def tile_gradient(
     weighted = (tile.xent_weight != 0) | (tile.z_weight != 0)
     # A row without weight may hold NaN, and 0 * NaN is NaN: its hidden state must go, not its weight only.
     own = jnp.where((weighted & tile.fresh)[..., None], tile.hidden, 0)
+    own = jnp.moveaxis(own, -1, 0)
 
     def add_columns(j: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden_gradient, total = carry
@@ -165,7 +172,7 @@ def tile_gradient(
         hidden_gradient = hidden_gradient + jnp.einsum(
             "bsv,dv->bsd", slope, block, preferred_element_type=dtype
         )
-        part = jnp.einsum("bsd,bsv->dv", own, slope, preferred_element_type=dtype)
+        part = jnp.einsum("dbs,bsv->dv", own, slope, preferred_element_type=dtype)
         if cut.row_major_gradient:
             part = _row_major(part)
         old = lax.dynamic_slice_in_dim(total, columns.start, cut.tile_size, 1)
@@ -234,21 +241,40 @@ def _row_major(part: Array) -> Array:
 
 
 def _add_scores(
-    sums: ScoreSums, scores: Float[Array, "B S X"], columns: ColumnTile, targets: Int[Array, "B S"]
+    sums: ScoreSums,
+    scores: Float[Array, "B S X"],
+    columns: ColumnTile,
+    targets: Int[Array, "B S"],
+    cut: VocabCut,
 ) -> ScoreSums:
     counted = columns.counted
     kept = scores if counted is None else jnp.where(counted, scores, -jnp.inf)
     peak = jnp.maximum(sums.peak, jnp.max(kept, axis=-1))
     partition = sums.partition * jnp.exp(sums.peak - peak) + jnp.sum(jnp.exp(kept - peak[..., None]), axis=-1)
-    hit = columns.ids == targets[..., None]
     score_sum = sums.score_sum
-    if counted is not None:
-        hit = hit & counted
     if score_sum is not None:
         zeroed = scores if counted is None else jnp.where(counted, scores, 0)
         score_sum = score_sum + jnp.sum(zeroed, axis=-1)
-    target_score = sums.target_score + jnp.sum(jnp.where(hit, scores, 0), axis=-1)
+    target_score = sums.target_score + _target_scores(scores, columns, targets, cut)
     return ScoreSums(peak=peak, partition=partition, target_score=target_score, score_sum=score_sum)
+
+
+def _target_scores(
+    scores: Float[Array, "B S X"], columns: ColumnTile, targets: Int[Array, "B S"], cut: VocabCut
+) -> Float[Array, "B S"]:
+    """The score of each token's target, 0 where another tile counts it."""
+    counted = columns.counted
+    if not cut.gather_targets:
+        hit = columns.ids == targets[..., None]
+        if counted is not None:
+            hit = hit & counted
+        return jnp.sum(jnp.where(hit, scores, 0), axis=-1)
+    place = targets - columns.ids[0]
+    hit = (place >= 0) & (place < cut.tile_size)
+    place = jnp.clip(place, 0, cut.tile_size - 1)
+    if counted is not None:
+        hit = hit & counted[place]
+    return jnp.where(hit, jnp.take_along_axis(scores, place[..., None], axis=-1)[..., 0], 0)
 
 
 def _finish(sums: ScoreSums, tile: TokenTile, rules: XentRules, cut: VocabCut) -> TileLoss:

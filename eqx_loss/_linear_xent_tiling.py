@@ -7,19 +7,22 @@ import jax.numpy as jnp
 
 from ._linear_xent_types import Backend, XentExecution
 
-# Kept logits on a CPU, bytes: 256 tokens at V = 157,184. Half of it costs about 10 % more time, because
-# the gradient of unembed is read and written once per token tile.
-CPU_LOGITS_BYTES = 168 << 20
+# Tiles on a CPU, measured at D = 512, V = 157,184, CPU seconds of T = 1024: 256 x 4912 6.2, 512 x 4096
+# 6.0, 512 x 2456 5.8, 512 x 1228 5.7, 1024 x 2048 7.6. The gradient of unembed is read and written once
+# per token tile, so few are better, but the operands of a product must stay in the cache.
+CPU_TOKENS = 512
+CPU_LOGITS_BYTES = 308 << 20
 # Kept logits on an accelerator, as a share of the gradient of unembed, which is there anyway. At 3/8 a
 # token tile does 9/32 D flops for each byte of that gradient it moves: 576 at D = 2048, where TPU v5p
 # needs 166 and v6e 560 to be bound by its products. The sum stays below the temporaries of tokamax's
 # chunked path (a padded copy of unembed and the same gradient).
 LOGITS_SHARE = 3 / 8
 MIN_LOGITS_BYTES = 64 << 20
-TARGET_COLUMNS = 4096
-# Tokens come in whole sublanes; columns in whole vectors of the CPU, whole lanes of an accelerator.
+TARGET_COLUMNS = {"cpu": 1280, "gpu": 4096, "tpu": 4096}
+# Tokens come in whole sublanes; columns in whole lanes of an accelerator. On a CPU a broken vector costs
+# less than columns computed twice: 157,184 is 128 tiles of 1228.
 TOKEN_GRAIN = 8
-COLUMN_GRAIN = {"cpu": 16, "gpu": 128, "tpu": 128}
+COLUMN_GRAIN = {"cpu": 4, "gpu": 128, "tpu": 128}
 
 
 class TileSizes(NamedTuple):
@@ -59,11 +62,13 @@ def tile_sizes(
         tokens, columns = min(tokens, max(num_tokens, 1)), min(columns, num_columns)
     else:
         keep_logits = True
-        columns = balanced_tile(num_columns, TARGET_COLUMNS, COLUMN_GRAIN[backend])
+        columns = balanced_tile(num_columns, TARGET_COLUMNS[backend], COLUMN_GRAIN[backend])
         budget = execution.max_logits_bytes or _logits_budget(
             width * num_columns * accumulator.itemsize, backend
         )
         affordable = max(1, budget // (accumulator.itemsize * num_columns * num_travel))
+        if backend == "cpu" and execution.max_logits_bytes is None:
+            affordable = min(affordable, max(1, CPU_TOKENS // num_travel))
         tokens = even_tile(max(num_tokens, 1), _round_down(affordable), TOKEN_GRAIN)
     # Without a mesh the compiler may have cut the rows: a tile that takes a piece of every row
     # keeps them where they are.

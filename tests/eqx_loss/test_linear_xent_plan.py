@@ -141,7 +141,7 @@ def test_plan_shows_the_tiles_and_their_memory():
     assert plan.num_products == 3
     assert plan.token_cut.tile_size * plan.num_token_tiles >= 8192
     assert plan.gradient_bytes == 4 * WIDTH * VOCAB
-    assert plan.logits_bytes <= 1.01 * (168 << 20)
+    assert plan.logits_bytes <= 308 << 20
     assert "tokamax_mosaic_tpu: it runs on TPU" in plan.reason
 
 
