@@ -7,6 +7,7 @@ inputs are there and collects named values; a later, more specific solver wins.
 from . import _tokens as _tokens  # isort: skip
 from . import _logits as _logits  # isort: skip
 from . import _terms as _terms  # isort: skip
+from . import _router as _router  # isort: skip
 from . import _steps as _steps  # isort: skip
 from ._registry import NotExpressible as NotExpressible
 from ._registry import number as number

@@ -34,9 +34,7 @@ def from_logits(kind: str, inputs: dict) -> Values:
         targets, mask = np.asarray(shifted), np.asarray(has_target)
     dtype = jnp.bfloat16 if "bfloat16" in str(config.get("logits_dtype", "")) else jnp.float64
     options = _xent_options(config)
-    z_weight = float(
-        config.get("z_weight", config.get("z_loss_weight", config.get("z_loss_multiplier", 0.0)))
-    )
+    z_weight = _z_weight(config)
     mode = str(config.get("objective", "token_mean")).split("(")[0].split()[0]
     weights = mode_weights(mask, mode if mode in MODES else "token_mean", config)
 
@@ -64,6 +62,9 @@ def from_logits(kind: str, inputs: dict) -> Values:
         "grad_logits": pick(gradient),
         "cross_entropy": float(head.objective),
         "z_loss": float(head.z_objective),
+        "z_term": float(eqx_loss.sum_count(head.z_term, jnp.asarray(mask)).value()),
+        "loss_mask": pick(mask),
+        "targets": pick(targets),
         "total": float(value),
         "total_with_z_off": float(total(x, 0.0)[0]),
         "perplexity": float(eqx_loss.perplexity(log)),
@@ -75,13 +76,19 @@ def from_logits(kind: str, inputs: dict) -> Values:
                     x[:, i : i + length],
                     jnp.asarray(targets[:, i : i + length]),
                     jnp.asarray(mask[:, i : i + length]),
+                    **options,
                 ),
                 weights[:, i : i + length],
             )
             for i in range(0, x.shape[1], length)
         ]
-        np.testing.assert_allclose(sum(float(p.objective) for p in parts), out["mean"], rtol=1e-12)
+        np.testing.assert_allclose(sum(float(p.objective) for p in parts), float(head.objective), rtol=1e-12)
     return out
+
+
+def _z_weight(config: dict) -> float:
+    name = first_name(config, r"(lm_head_|head_)?z(_loss)?_(weight|multiplier|coefficient|coef|coeff|scale)")
+    return 0.0 if name is None else float(config[name])
 
 
 def _xent_options(config: dict) -> dict:
@@ -127,12 +134,18 @@ def linear_head(kind: str, inputs: dict) -> Values:
             jnp.einsum("bsd,dv->bsv", h[:, part], w),
             jnp.asarray(targets)[:, part],
             jnp.asarray(mask)[:, part],
+            **_xent_options(config),
         )
-        return eqx_loss.head_loss(losses, weights[:, part]).objective
+        head = eqx_loss.head_loss(losses, weights[:, part], z_loss_multiplier=_z_weight(config))
+        return head.objective + head.z_objective
 
     everything = np.arange(targets.shape[1])
     results = []
-    for partition in config.get("partitions") or [[everything.tolist()]]:
+    cuts = [
+        [everything[i : i + length].tolist() for i in range(0, everything.size, length)]
+        for length in config.get("chunk_lengths", ())
+    ]
+    for partition in [*(config.get("partitions") or [[everything.tolist()]]), *cuts]:
         pieces = [jax.value_and_grad(objective, (0, 1))(hidden, head, np.asarray(part)) for part in partition]
         results.append(jax.tree.map(lambda *leaves: sum(leaves), *pieces))
     for result in results[1:]:
@@ -144,5 +157,33 @@ def linear_head(kind: str, inputs: dict) -> Values:
         "grad_head": np.asarray(grad_head).tolist(),
         "grad_hidden": np.asarray(grad_hidden[0]).tolist(),
         "grad_head_frobenius_norm": float(optax.global_norm(grad_head)),
+        "n_tokens": float(mask.sum()),
+    }
+
+
+@solver
+def distillation(kind: str, inputs: dict) -> Values:
+    if not {"student_logits", "teacher_logits"} <= set(inputs):
+        return {}
+    config = config_of(inputs)
+    student, teacher = (numbers(inputs[name]) for name in ("student_logits", "teacher_logits"))
+    shape = student.shape[:-1]
+    student, teacher = (jnp.asarray(x.reshape(-1, *x.shape[-2:])) for x in (student, teacher))
+    mask = jnp.ones(student.shape[:-1], bool)
+    mask_name = first_name(inputs, MASKS)
+    if mask_name:
+        mask = jnp.asarray(np.asarray(inputs[mask_name]).reshape(mask.shape) != 0)
+    weights = eqx_loss.token_weights(mask, Granularity.TOKEN)
+
+    def total(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values = eqx_loss.distillation_kl(x, teacher, mask, temperature=float(config.get("temperature", 1.0)))
+        return jnp.sum(weights * values), values
+
+    (value, values), gradient = jax.value_and_grad(total, has_aux=True)(student)
+    return {
+        "loss": float(value),
+        "kl": float(value),
+        "per_token_kl": np.asarray(values).reshape(shape).tolist(),
+        "grad_student_logits": np.asarray(gradient).reshape(*shape, -1).tolist(),
         "n_tokens": float(mask.sum()),
     }

@@ -1,8 +1,7 @@
-"""Sums and counts of terms, packing, mixture of experts, fractional weights, domains."""
+"""Sums and counts of terms, packing, fractional weights, domains."""
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,62 +9,152 @@ import eqx_loss
 from eqx_loss import Granularity
 
 from ._registry import MASKS, TOKEN_VALUES, Values, config_of, first_name, grid, nested_like, numbers, solver
+from ._tokens import rank_scales, segments_of
+
+GRANULARITIES = {
+    "sample_mean": Granularity.SAMPLE,
+    "seq_mean_token_mean": Granularity.SAMPLE,
+    "microbatch_mean": Granularity.MICRO_BATCH,
+    "micro_batch_mean": Granularity.MICRO_BATCH,
+    "document_mean": Granularity.DOCUMENT,
+}
 
 
 @solver
 def sums_and_counts(kind: str, inputs: dict) -> Values:
     """Pairs named TERM_sum.../TERM_n...: each term is pooled by itself and divided once."""
-    config, terms = config_of(inputs), {}
+    config, terms, ranks = config_of(inputs), {}, {}
     for name, value in inputs.items():
         match = re.fullmatch(r"(?:(\w+?)_)??(?:xent_|loss_)?sums?(?:_by_\w+)?", name)
         if match is None:
             continue
         term = match[1] or ""
+        # Byte counts are no token counts.
         count = first_name(
-            inputs,
+            {key: None for key in inputs if "bytes" not in key},
             rf"(?:{term}_)?(?:n|num|count)(?:_tokens|_targets|_by_\w+)*"
             if term
-            else r"n(_\w+)?|num_\w+|counts?(_\w+)?",
+            else r"n(_\w+)?|num_\w+|counts?(_\w+)?|tokens?_by_\w+",
         )
         if count is not None:
-            sums, counts = np.atleast_1d(numbers(value)), np.atleast_1d(numbers(inputs[count]))
-            terms[term] = (
-                eqx_loss.SumCount(jnp.asarray(sums), jnp.asarray(counts)),
-                name.startswith("mtp") and "_by_" not in name,
-            )
+            sums, counts = np.ravel(numbers(value)), np.ravel(numbers(inputs[count]))
+            by_depth = (name.startswith("mtp") and "_by_" not in name) or name.endswith("_by_depth")
+            terms[term] = (eqx_loss.SumCount(jnp.asarray(sums), jnp.asarray(counts)), by_depth)
+            if name.endswith("_by_rank"):
+                ranks = rank_scales(counts, config)
     if not terms:
         return {}
     pooled = {t: eqx_loss.SumCount(jnp.sum(pair.sum), jnp.sum(pair.count)) for t, (pair, _) in terms.items()}
-    out: Values = {term: float(pair.value()) for term, pair in pooled.items() if term}
-    only = next(iter(pooled.values()))
+    out: Values = {term: float(pair.value()) for term, pair in pooled.items() if term} | ranks
     if len(pooled) == 1:
-        out.update(
-            loss=float(only.value()),
-            logged=float(only.value()),
-            mean=float(only.value()),
-            n_tokens=float(only.count),
-            perplexity=float(eqx_loss.perplexity(only)),
+        out.update(_one_term(next(iter(pooled.values())), inputs))
+    second = next((term for term in pooled if term not in ("", "main", "lm")), None)
+    first = next((term for term in ("main", "lm") if term in pooled), None)
+    if first is not None and second is not None:
+        main = float(pooled[first].value())
+        out["total"] = main + sum(
+            _weight_of(term, config) * float(pair.value()) for term, pair in pooled.items() if term != first
         )
-    weight = float(config.get("mtp_loss_weight", config.get("extra_weight", 0.0)))
-    second = next((term for term in pooled if term not in ("", "main")), None)
-    if "main" in pooled and second is not None:
         pair, by_depth = terms[second]
-        main = float(pooled["main"].value())
-        out["total"] = main + weight * float(pooled[second].value())
         if by_depth:
-            depths = pair.value()
+            weight, depths = _weight_of(second, config), pair.value()
             out["depth_losses"] = np.asarray(depths).tolist()
             out["total_mean_of_depth_means"] = main + weight * float(jnp.mean(depths))
             out["total_pooled_over_depths"] = main + weight * float(pooled[second].value())
     return out
 
 
+def _one_term(pair: eqx_loss.SumCount, inputs: dict) -> Values:
+    out: Values = {
+        "loss": float(pair.value()),
+        "logged": float(pair.value()),
+        "mean": float(pair.value()),
+        "sum": float(pair.sum),
+        "n_tokens": float(pair.count),
+        "perplexity": float(eqx_loss.perplexity(pair)),
+    }
+    name = first_name(inputs, r"(n|num|total)_bytes(_by_\w+)?|bytes(_by_\w+)?")
+    if name is not None:
+        num_bytes = jnp.sum(jnp.asarray(np.ravel(numbers(np.atleast_1d(inputs[name]).tolist()))))
+        out["bits_per_byte"] = float(eqx_loss.bits_per_byte(pair, num_bytes))
+        out["n_bytes"] = float(num_bytes)
+    return out
+
+
+def _weight_of(term: str, config: dict) -> float:
+    name = first_name(
+        config, rf"({term}|extra)_(loss_)?(weight|coefficient|coef|scale|scaling_factor|scaling)"
+    )
+    name = name or first_name(config, rf"{term}_loss_scaling_factor|lambda|weight|coefficient")
+    return 0.0 if name is None else float(config[name])
+
+
+@solver
+def means_and_counts(kind: str, inputs: dict) -> Values:
+    """Means with the counts that they are of, by rank, batch or step: sums are what adds."""
+    for name, value in inputs.items():
+        match = re.fullmatch(r"(?:mean_)?(?:xent|loss(?:es)?)(?:_mean)?_by_(\w+)|(\w+)_mean_loss", name)
+        count = match and first_name(
+            inputs, rf"(n|num)_(\w+_)?by_{match[1] or match[2]}|tokens_(by|per)_{match[1] or match[2]}"
+        )
+        if count:
+            means, counts = np.ravel(numbers(value)), np.ravel(numbers(inputs[count]))
+            pair = eqx_loss.SumCount(jnp.sum(jnp.asarray(means * counts)), jnp.sum(jnp.asarray(counts)))
+            return _one_term(pair, inputs)
+    return {}
+
+
+@solver
+def depths_of_tokens(kind: str, inputs: dict) -> Values:
+    """Per-token MTP losses of several depths; the mask of a depth is the given one, shifted, or its own."""
+    name = first_name(inputs, r"mtp_(per_token_)?(xent|loss|ce|nll)(_by_depth|_per_depth)?")
+    if name is None or np.asarray(inputs[name], dtype=object).ndim < 2:
+        return {}
+    config = config_of(inputs)
+    losses = jnp.asarray(numbers(inputs[name]))
+    losses = losses[:, None] if losses.ndim == 2 else losses
+    own = first_name(inputs, r"mtp_(loss_)?masks?(_by_depth)?|loss_mask_by_depth")
+    if own is not None:
+        masks = jnp.asarray(numbers(inputs[own])).reshape(losses.shape) != 0
+    else:
+        mask_name = first_name(inputs, MASKS)
+        shape = losses.shape[1:]
+        mask = jnp.ones(shape, bool)
+        if mask_name is not None:
+            mask = jnp.asarray(numbers(inputs[mask_name])).reshape(shape) != 0
+        ids = jnp.asarray(np.asarray(inputs.get("segment_ids", np.ones(shape, int))).reshape(shape))
+        empty = jnp.zeros(shape, int)
+        masks = jnp.stack(
+            [
+                eqx_loss.shift_targets(empty, mask, depth=k, segment_ids=ids)[1]
+                for k in range(1, len(losses) + 1)
+            ]
+        )
+    pairs = [eqx_loss.sum_count(values, mask) for values, mask in zip(losses, masks)]
+    means = [float(pair.value()) for pair in pairs]
+    pooled = eqx_loss.sum_count(losses.reshape(-1, losses.shape[-1]), masks.reshape(-1, losses.shape[-1]))
+    return {
+        "depth_losses": means,
+        "n_targets_by_depth": [float(pair.count) for pair in pairs],
+        "mask_by_depth": np.asarray(masks).tolist(),
+        "mtp": float(np.mean(means)),
+        "mean_of_depth_means": float(np.mean(means)),
+        "pooled_over_depths": float(pooled.value()),
+        "mtp_weighted": _weight_of("mtp", config) * float(np.mean(means)),
+    }
+
+
 @solver
 def packed_targets(kind: str, inputs: dict) -> Values:
-    if not {"tokens", "segment_ids"} <= set(inputs):
+    if "tokens" not in inputs:
         return {}
-    tokens, segments = (np.atleast_2d(np.asarray(inputs[name])) for name in ("tokens", "segment_ids"))
-    targets, mask = eqx_loss.next_token_targets(jnp.asarray(tokens), jnp.asarray(segments))
+    tokens = np.atleast_2d(np.asarray(inputs["tokens"]))
+    segments = np.asarray(inputs.get("segment_ids", np.ones_like(tokens))).reshape(tokens.shape)
+    scored_name = first_name(inputs, MASKS)
+    token_mask = None
+    if scored_name is not None and np.asarray(inputs[scored_name]).size == tokens.size:
+        token_mask = jnp.asarray(inputs[scored_name]).reshape(tokens.shape) != 0
+    targets, mask = eqx_loss.next_token_targets(jnp.asarray(tokens), jnp.asarray(segments), token_mask)
     flat = np.asarray(inputs["tokens"]).ndim == 1
     pick = (lambda a: np.asarray(a)[0].tolist()) if flat else (lambda a: np.asarray(a).tolist())
     out: Values = {"targets": pick(targets), "loss_mask": pick(mask), "n_targets": float(mask.sum())}
@@ -86,89 +175,25 @@ def packed_targets(kind: str, inputs: dict) -> Values:
                 )
             ),
         )
-    depths = int(config_of(inputs).get("mtp_num_layers", config_of(inputs).get("depth", 0)) or 0)
-    for depth in range(1, depths + 1):
-        shifted, shifted_mask = eqx_loss.shift_targets(
-            targets, mask, depth=depth, segment_ids=jnp.asarray(segments)
-        )
-        out[f"mtp_targets_{depth}"], out[f"mtp_mask_{depth}"] = pick(shifted), pick(shifted_mask)
-        out[f"mtp_n_targets_{depth}"] = float(shifted_mask.sum())
-    return out
-
-
-@solver
-def router(kind: str, inputs: dict) -> Values:
-    if "router_logits" not in inputs:
-        return {}
     config = config_of(inputs)
-    logits = jnp.asarray(numbers(inputs["router_logits"]))[None]
-    positions, experts = logits.shape[1], logits.shape[2]
-    mask_name = first_name(inputs, r"padding_mask|token_mask|loss_mask|mask|valid_mask")
-    mask = np.ones((1, positions), bool)
-    if mask_name:
-        mask = np.asarray(inputs[mask_name]).reshape(1, -1) != 0
-        mask = ~mask if mask_name == "padding_mask" else mask
-    top_k, sigmoid = (
-        int(config.get("top_k", 1)),
-        "sigmoid" in str(config.get("score_function", config.get("scores", ""))),
+    depth_name = first_name(
+        config, r"(mtp_)?(num_|n_)?(depths?|layers)|mtp_num_layers|num_mtp_(layers|depths)|max_depth"
     )
-    selected = jax.lax.top_k(logits, top_k)[1]
-    counts = eqx_loss.expert_counts(selected, jnp.asarray(mask), experts)
-
-    def scores(x: jax.Array) -> jax.Array:
-        raw = jax.nn.sigmoid(x) if sigmoid else jax.nn.softmax(x, axis=-1)
-        return raw / jnp.sum(raw, axis=-1, keepdims=True) if sigmoid else raw
-
-    def aux(x: jax.Array, parts: list[list[int]]) -> jax.Array:
-        kept = jnp.where(jnp.asarray(mask)[..., None], scores(x), 0)
-        sums = sum(jnp.sum(kept[:, jnp.asarray(part)], axis=1) for part in parts)
-        return eqx_loss.load_balance(sums, counts, jnp.asarray(mask.sum(1)))[0]
-
-    def z_loss(x: jax.Array) -> jax.Array:
-        return eqx_loss.granular_mean(eqx_loss.router_z_term(x), jnp.asarray(mask), Granularity.TOKEN)
-
-    shardings = config.get("shardings") or [[list(range(positions))]]
-    results = [jax.value_and_grad(aux)(logits, parts) for parts in shardings]
-    for value, gradient in results[1:]:
-        np.testing.assert_allclose(value, results[0][0], rtol=1e-12)
-        np.testing.assert_allclose(gradient, results[0][1], rtol=1e-12, atol=1e-15)
-    z_value, z_gradient = jax.value_and_grad(z_loss)(logits)
-    share = np.asarray(counts[0], float)
-    is_z = "z" in kind or "logsumexp" in str(config.get("formula", ""))
-    return {
-        "aux": float(results[0][0]),
-        "load_balance": float(results[0][0]),
-        "f": (share / share.sum()).tolist() if share.sum() else share.tolist(),
-        "counts": share.tolist(),
-        "tokens_per_expert": share.tolist(),
-        "P": np.asarray(
-            jnp.sum(jnp.where(jnp.asarray(mask)[..., None], scores(logits), 0), axis=1)[0]
-            / max(mask.sum(), 1)
-        ).tolist(),
-        "z_loss": float(z_value),
-        "router_z": float(z_value),
-        "grad_router_logits": np.asarray((z_gradient if is_z else results[0][1])[0]).tolist(),
-    }
-
-
-@solver
-def router_bias(kind: str, inputs: dict) -> Values:
-    name = first_name(inputs, r"(tokens_per_expert|expert_counts|counts)(_by_\w+)?")
-    rate = config_of(inputs).get(
-        "update_rate", config_of(inputs).get("bias_update_rate", config_of(inputs).get("rate"))
-    )
-    if name is None or rate is None:
-        return {}
-    counts = np.atleast_2d(numbers(inputs[name])).sum(axis=0)
-    bias = numbers(inputs.get("bias", inputs.get("expert_bias", [0.0] * len(counts))))
-    zero_mean = bool(config_of(inputs).get("zero_mean", False))
-    updated = eqx_loss.updated_router_bias(
-        jnp.asarray(bias), jnp.asarray(counts), rate=float(rate), zero_mean=zero_mean
-    )
-    values = np.asarray(updated).tolist()
-    return dict.fromkeys(("bias", "new_bias", "updated_bias", "expert_bias"), values) | {
-        "total_counts": counts.tolist()
-    }
+    depths = int(config[depth_name]) if depth_name is not None else 0
+    shifted = [
+        eqx_loss.shift_targets(targets, mask, depth=k, segment_ids=jnp.asarray(segments))
+        for k in range(1, depths + 1)
+    ]
+    for k, (own_targets, own_mask) in enumerate(shifted, start=1):
+        for prefix in ("mtp_", ""):
+            out[f"{prefix}targets_{k}"] = out[f"{prefix}targets_depth_{k}"] = pick(own_targets)
+            out[f"{prefix}mask_{k}"] = out[f"{prefix}mask_depth_{k}"] = pick(own_mask)
+            out[f"{prefix}n_targets_{k}"] = out[f"{prefix}n_targets_depth_{k}"] = float(own_mask.sum())
+    if shifted:
+        out["targets_by_depth"] = [pick(own) for own, _ in shifted]
+        out["mask_by_depth"] = out["loss_mask_by_depth"] = [pick(own) for _, own in shifted]
+        out["n_targets_by_depth"] = [float(own.sum()) for _, own in shifted]
+    return out
 
 
 @solver
@@ -177,20 +202,29 @@ def fractional_weights(kind: str, inputs: dict) -> Values:
     name = first_name(inputs, TOKEN_VALUES)
     if scale_name is None or name is None:
         return {}
+    config = config_of(inputs)
     values, there = grid(inputs[name])
-    scale, _ = grid(inputs[scale_name])
+    scale = grid(inputs[scale_name])[0].reshape(values.shape)
+    mask_name = first_name(inputs, MASKS)
+    mask = there & (grid(inputs[mask_name])[0].reshape(values.shape) != 0) if mask_name else there
+    objective = str(config.get("objective", "token_mean")).split()[0]
+    granularity = GRANULARITIES.get(objective, Granularity.TOKEN)
+    size_name = first_name(config, r"micro_?batch_(size|rows)")
     out: Values = {}
     for by, label in (("sum", "divide_by_sum_of_weights"), ("count", "divide_by_count_of_weighted_tokens")):
         weights = eqx_loss.token_weights(
-            jnp.asarray(there), Granularity.TOKEN, token_scale=jnp.asarray(scale), scale_denominator=by
+            jnp.asarray(mask),
+            granularity,
+            micro_batch_size=int(config[size_name]) if size_name else 1,
+            segment_ids=segments_of(inputs, mask),
+            count_empty=bool(config.get("count_empty", True)),
+            token_scale=jnp.asarray(scale),
+            scale_denominator=by,
         )
-        out[label] = float(jnp.sum(weights * values))
+        out[label] = float(jnp.sum(weights * jnp.where(jnp.asarray(mask), values, 0)))
         if by == "sum":
-            out |= {
-                "loss": out[label],
-                "weighted_loss": out[label],
-                "grad_per_token": nested_like(weights, inputs[name]),
-            }
+            gradient = nested_like(weights, inputs[name])
+            out |= {"loss": out[label], "weighted_loss": out[label], "grad_per_token": gradient}
     return out
 
 

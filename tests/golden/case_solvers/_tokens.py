@@ -48,10 +48,11 @@ def token_values(kind: str, inputs: dict) -> Values:
     mask_name = first_name(inputs, MASKS)
     mask = there & (grid(inputs[mask_name])[0] != 0) if mask_name else there
     config = config_of(inputs)
-    out = _modes(values, mask, config, _segments(inputs, mask))
+    out = _modes(values, mask, config, segments_of(inputs, mask))
     objective = str(config.get("objective", "token_mean")).split()[0]
-    mode = objective if objective in out else "token_mean"
-    weights = mode_weights(mask, mode, config)
+    has_weights = objective in MODES or objective.startswith(("document_mean", "sample_mean"))
+    mode = objective if objective in out and has_weights else "token_mean"
+    weights = _objective_weights(mask, mode, config, segments_of(inputs, mask))
     out.update(
         loss=out[mode],
         mean=out[mode],
@@ -77,7 +78,7 @@ def token_values(kind: str, inputs: dict) -> Values:
     return out
 
 
-def _segments(inputs: dict, mask: np.ndarray) -> jax.Array | None:
+def segments_of(inputs: dict, mask: np.ndarray) -> jax.Array | None:
     name = first_name(inputs, r"segment_ids|document_ids|documents?_of_token")
     if name is None:
         return None
@@ -126,6 +127,16 @@ def _microbatches(config: dict, rows: int) -> list[list[int]]:
     return [list(range(rows))[i : i + size] for i in range(0, rows, size)] if size else []
 
 
+def _objective_weights(mask: np.ndarray, mode: str, config: dict, segments: jax.Array | None) -> jax.Array:
+    if mode in MODES:
+        return mode_weights(mask, mode, config)
+    count_empty = bool(config.get("count_empty", True)) and not mode.endswith("_without_empty")
+    granularity = Granularity.DOCUMENT if mode.startswith("document") else Granularity.SAMPLE
+    return eqx_loss.token_weights(
+        jnp.asarray(mask), granularity, segment_ids=segments, count_empty=count_empty
+    )
+
+
 def _ids_of(groups: list[list[int]], rows: int) -> np.ndarray:
     ids = np.full(rows, -1)
     for group, members in enumerate(groups):
@@ -152,14 +163,8 @@ def _modes(values: np.ndarray, mask: np.ndarray, config: dict, segments: jax.Arr
     for name in ("sample_mean", "seq_mean_token_mean"):
         out[f"{name}_without_empty"] = _weighted(values, mask, mode_weights(mask, name, dropping))
     if segments is not None:
-        for name, count_empty in (
-            ("document_mean", bool(config.get("count_empty", True))),
-            ("document_mean_without_empty", False),
-        ):
-            weights = eqx_loss.token_weights(
-                jnp.asarray(mask), Granularity.DOCUMENT, segment_ids=segments, count_empty=count_empty
-            )
-            out[name] = _weighted(values, mask, weights)
+        for name in ("document_mean", "document_mean_without_empty"):
+            out[name] = _weighted(values, mask, _objective_weights(mask, name, config, segments))
     if "data_ranks" in config:
         out.update(_rank_estimators(values, mask, config))
     out["estimator_gap"] = out["sample_mean"] - out["token_mean"]
