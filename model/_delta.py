@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._axes import constrain
 from ._config import KdaConfig
 from ._conv import causal_conv1d
-from ._kda import kda_chunked, l2_normalize
+from ._kda import DecayGate, kda_gated_chunked, l2_normalize
 from ._linear import init_normal, project
 from ._norm import rms_norm
 from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
@@ -51,9 +51,11 @@ class Kda(eqx.Module):
             )
             for y, weight in zip(raw, (own_heads(weight, rows) for weight in self.conv_weights))
         ]
-        q, k, v = self.activate(*mixed)
-        decay, strength = to_heads(self.log_decay(x), rows), to_heads(self.write_strength(x), rows)
-        heads, _ = kda_chunked(q, k, v, decay, strength, segment_ids=segment_ids)
+        q, k, v = (jax.nn.silu(y) for y in mixed)
+        forget = to_heads(project("bsd,dhk->bshk", x, self.forget), rows)
+        strength = to_heads(self.write_strength(x), rows)
+        gate = jax.tree.map(lambda weight: own_heads(weight, rows), self.decay_gate)
+        heads, _ = kda_gated_chunked(q, k, v, forget, strength, gate, segment_ids=segment_ids)
         return self.project_out(constrain(to_positions(heads, rows), "B S H K", axes), x)
 
     @property
@@ -76,13 +78,14 @@ class Kda(eqx.Module):
         scale = jnp.asarray(self.config.head_dim**-0.5, dtype=q.dtype)
         return l2_normalize(q) * scale, l2_normalize(k), v
 
+    @property
+    def decay_gate(self) -> DecayGate:
+        """The log-decay as a function of `x @ forget`."""
+        return DecayGate(a_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.config.lower_bound)
+
     def log_decay(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H K"]:
         """Log of each channel's decay, nats, at most 0, in at least float32."""
-        raw = widen(project("bsd,dhk->bshk", x, self.forget)) + self.dt_bias
-        rate = jnp.exp(self.A_log)[:, None]
-        if self.config.lower_bound is None:
-            return -rate * jax.nn.softplus(raw)
-        return self.config.lower_bound * jax.nn.sigmoid(rate * raw)
+        return self.decay_gate(project("bsd,dhk->bshk", x, self.forget))
 
     def write_strength(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H"]:
         """Beta in (0, 1), in at least float32."""
