@@ -38,7 +38,7 @@ def resumed_log(kind: str, inputs: dict) -> Values:
     config = config_of(inputs)
     saved_at, interval = config["checkpoint_after_step"], config["log_interval"]
     pairs = [
-        eqx_loss.SumCount(jnp.asarray(loss * n), jnp.asarray(float(n)))
+        eqx_loss.SumCount(jnp.asarray(float(loss * n)), jnp.asarray(float(n)))
         for loss, n in zip(inputs["loss_by_step"], inputs["n_tokens_by_step"])
     ]
     total, steps = eqx_loss.zero_logs(pairs[0]), 0
