@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import eqx_loss
 from train._hlo_count import count_program
-from train._hlo_parse import Program, parse_program, trip_count
+from train._hlo_parse import parse_program
 
 from . import _xent_paths as paths
 
@@ -37,11 +37,6 @@ def rows(topology, shape=SHAPE, dtype=jnp.bfloat16):
     )
     arguments = [jax.ShapeDtypeStruct(size, kind, sharding=place) for size, kind in specs]
     execution = eqx_loss.XentExecution(backend="tpu", implementation="tiled")
-    plan = eqx_loss.explain_linear_cross_entropy(
-        jax.ShapeDtypeStruct((1, tokens, width), dtype),
-        jax.ShapeDtypeStruct((width, vocab), dtype),
-        execution=execution,
-    )
     todo = {"ours": lambda *a: paths.ours(*a, execution=execution), **paths.peers(("mosaic_tpu",))}
     for name, objective in todo.items():
         with _kernels_for(mesh):
@@ -50,7 +45,7 @@ def rows(topology, shape=SHAPE, dtype=jnp.bfloat16):
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         memory, reported = compiled.memory_analysis(), compiled.cost_analysis()
         is_kernel = name.endswith("mosaic_tpu")
-        flops = reported["flops"] if is_kernel else loop_flops(compiled.as_text(), plan.num_token_tiles)
+        flops = reported["flops"] if is_kernel else count_program(parse_program(compiled.as_text()), {}).flops
         yield {
             "topology": topology,
             "path": name,
@@ -63,28 +58,6 @@ def rows(topology, shape=SHAPE, dtype=jnp.bfloat16):
             "compile_seconds": seconds,
             "compile_cpu_seconds": cpu,
         }
-
-
-def loop_flops(text, num_token_tiles):
-    """Flops of one run. A loop whose trips the compiler does not know is the one over token tiles.
-
-    There are two such loops in ours: over tiles that weigh something, and over tiles that are only logged,
-    of which a run where every token weighs has none. The costlier one is counted, once per tile.
-    """
-    program = parse_program(text)
-    open_loops = [
-        target
-        for body in program.computations.values()
-        for loop in body
-        if loop.opcode == "while" and trip_count(program, loop) is None
-        for kind, target in loop.called()
-        if kind == "body"
-    ]
-    inside = [count_program(Program(program.computations, body), {}).flops for body in open_loops]
-    total = count_program(program, {}).flops
-    if not inside:
-        return total
-    return total - sum(inside) + max(inside) * num_token_tiles
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def loss_pass(
     def visit(k: Int[Array, ""], losses: Losses) -> Losses:
         return _visit_loss(order[k], losses, tokens, unembed, rules, token_cut, cut)
 
-    return repeat(count, visit, _no_losses(tokens))
+    return repeat(count, visit, _no_losses(tokens), expected=len(order))
 
 
 def fused_pass(
@@ -95,13 +95,14 @@ def fused_pass(
         return losses, _write_hidden(gradients, hidden, total, index, token_cut, cut), kept
 
     start = (_no_losses(tokens), _no_gradients(tokens, unembed), _no_scores(tokens, token_cut, cut))
-    losses, gradients, _ = repeat(count, visit, start)
+    losses, gradients, _ = repeat(count, visit, start, expected=len(order))
     rest, rest_count = _visits(tokens.scored, token_cut, except_for=weighted)
 
     def visit_rest(k: Int[Array, ""], losses: Losses) -> Losses:
         return _visit_loss(rest[k], losses, tokens, unembed, rules, token_cut, cut)
 
-    return repeat(rest_count, visit_rest, losses), gradients
+    # Either loop may visit every tile, but not both: costs are counted for a batch whose tokens all weigh.
+    return repeat(rest_count, visit_rest, losses, expected=0), gradients
 
 
 def gradient_pass(
@@ -112,8 +113,12 @@ def gradient_pass(
     rules: XentRules,
     token_cut: TokenCut,
     cut: VocabCut,
+    *,
+    is_usual: bool,
 ) -> Gradients:
     """`start` plus the gradients at these weights, scores recomputed from a known log-partition.
+
+    `is_usual` is False where the weights are all 0 but in rare calls: costs are then counted as 0.
 
     Rows of `start.hidden` in visited tiles are replaced, so pass 0 there.
     """
@@ -127,7 +132,7 @@ def gradient_pass(
         hidden, total = tile_gradient(tile, unembed, norm, None, gradients.unembed, rules, cut)
         return _write_hidden(gradients, hidden, total, index, token_cut, cut)
 
-    return repeat(count, visit, start)
+    return repeat(count, visit, start, expected=len(order) if is_usual else 0)
 
 
 def num_token_tiles(num_positions: int, tile_size: int) -> int:

@@ -59,6 +59,8 @@ def gradient_on_devices(
     start: Gradients,
     rules: XentRules,
     plan: XentPlan,
+    *,
+    is_usual: bool,
 ) -> Gradients:
     """`start` plus the gradients at these weights, under the plan's layout.
 
@@ -75,7 +77,9 @@ def gradient_on_devices(
             dtype = plan.vocab_cut.accumulator_dtype
             begin = Gradients(hidden=jnp.zeros(flat.hidden.shape, dtype), unembed=jnp.zeros(own.shape, dtype))
         known = _flatten(known, plan)
-        gradients = gradient_pass(flat, known, own, begin, rules, plan.token_cut, plan.vocab_cut)
+        gradients = gradient_pass(
+            flat, known, own, begin, rules, plan.token_cut, plan.vocab_cut, is_usual=is_usual
+        )
         hidden, total = _leave(gradients, tokens, plan)
         return (hidden, total) if plan.sharding is None else (start[0] + hidden, start[1] + total)
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -182,9 +183,18 @@ def tile_gradient(
     return repeat(cut.num_tiles, add_columns, (zero, unembed_gradient))
 
 
-def repeat(count: int | Array, body: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
-    """`lax.fori_loop` from 0 to `count` that keeps the type of what it carries."""
-    return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
+def repeat(
+    count: int | Array, body: Callable[[Array, Carry], Carry], start: Carry, *, expected: int | None = None
+) -> Carry:
+    """`lax.fori_loop` from 0 to `count` that keeps the type of what it carries.
+
+    `expected` names the loop `trips_N`, for whoever counts the costs of the compiled program: the
+    trips of a loop whose count depends on the batch are not in it otherwise.
+    """
+    if expected is None:
+        return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
+    with jax.named_scope(f"trips_{expected}"):
+        return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
 
 
 def column_tile(j: Int[Array, ""], cut: VocabCut) -> ColumnTile:

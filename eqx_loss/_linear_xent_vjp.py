@@ -71,7 +71,9 @@ def _objectives_backward(
     )
 
     def recompute() -> Gradients:
-        return gradient_on_devices(reweighted, saved.log_partition, saved.unembed, scaled, rules, plan)
+        return gradient_on_devices(
+            reweighted, saved.log_partition, saved.unembed, scaled, rules, plan, is_usual=False
+        )
 
     if plan.sharding is None:
         # Where the factors agree every weight is 0, so every tile is skipped and this adds nothing;
@@ -103,7 +105,9 @@ def _token_losses_backward(
     zero = Gradients(
         hidden=jnp.zeros(tokens.hidden.shape, dtype), unembed=jnp.zeros(saved.unembed.shape, dtype)
     )
-    gradients = gradient_on_devices(tokens, saved.log_partition, saved.unembed, zero, rules, plan)
+    gradients = gradient_on_devices(
+        tokens, saved.log_partition, saved.unembed, zero, rules, plan, is_usual=True
+    )
     return _cotangents(gradients, tokens, saved.unembed)
 
 

@@ -36,6 +36,8 @@ _CALLED = re.compile(
     r"|false_computation)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIPS = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+# A loop whose trips depend on the data says by its scope how often it is expected to run.
+_EXPECTED_TRIPS = re.compile(r'op_name="[^"]*\btrips_(\d+)\)*/while"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
@@ -126,7 +128,8 @@ def parse_program(text: str) -> Program:
                 current = head.group(2)
                 computations[current] = []
                 entry = current if head.group(1) else entry
-        elif line == "}":  # a string of metadata may go on over lines that begin with a brace
+        # A string of metadata may go on over lines that begin with a brace.
+        elif line == "}" or line.startswith('}, execution_thread="'):
             current = None
         else:
             instruction = _instruction(line)
@@ -141,8 +144,9 @@ def run_counts(program: Program) -> dict[str, int]:
     """How often each computation runs in one run of the program.
 
     The body of a loop runs as often as XLA says (`known_trip_count`), else as its condition's bound says,
-    else once. Every branch of a conditional counts once. Functions applied per element (reducers,
-    comparators) do not count.
+    else as the scope `trips_N` around it says, else once. Every branch of a conditional counts once.
+    Functions applied per element (reducers, comparators) do not count. A program from the persistent
+    compilation cache may carry the scopes of older code.
     """
     counts: dict[str, int] = dict.fromkeys(program.computations, 0)
     pending = [(program.entry, 1)]
@@ -153,7 +157,8 @@ def run_counts(program: Program) -> dict[str, int]:
             for kind, target in instruction.called():
                 if target not in counts or (kind == "to_apply" and instruction.opcode != "call"):
                     continue
-                trips = trip_count(program, instruction) or 1 if instruction.opcode == "while" else 1
+                trips = trip_count(program, instruction) if instruction.opcode == "while" else 1
+                trips = 1 if trips is None else trips
                 pending.append((target, times * trips))
     return counts
 
@@ -170,7 +175,10 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
     ]
     values = [int(match.group(1)) for match in bounds if match]
     is_below = any(i.opcode == "compare" and "direction=LT" in i.attributes for i in body)
-    return values[0] if is_below and len(values) == 1 else None
+    if is_below and len(values) == 1:
+        return values[0]
+    expected = _EXPECTED_TRIPS.search(loop.attributes)
+    return int(expected.group(1)) if expected else None
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+import eqx_loss
 from train._aot_compile import needed_bytes
 from train._hlo_count import count_program, instruction_flops, replica_groups
 from train._hlo_parse import Instruction, Shape, parse_program, run_counts
@@ -76,6 +77,42 @@ def test_collectives_in_a_loop_count_every_trip_and_name_their_axis(arguments):
     assert wire["all-reduce"] == NUM_LAYERS * size // 4
 
 
+@pytest.fixture
+def names_in_cache_key():
+    """Otherwise the compilation cache may return a program with the names of an older one."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("names_in_cache_key")
+def test_the_output_layers_loop_over_tiles_costs_three_products_of_a_whole_batch():
+    """Its trips depend on the weights, so the program does not hold them; its scope does."""
+    tokens, vocab, tile = 48, 96, 8
+
+    def fused(hidden, unembed):
+        tiling = eqx_loss.XentTiling(token_tile_size=tile, vocab_tile_size=32)
+        return eqx_loss.linear_cross_entropy_heads(
+            hidden,
+            unembed,
+            jnp.zeros(hidden.shape[:3], int),
+            hidden[..., 0],
+            execution=eqx_loss.XentExecution(tiling=tiling),
+        )
+
+    def objective(hidden, unembed, factors):
+        heads = fused(hidden, unembed)
+        return sum(f * head.objective for f, head in zip(factors, heads)), [head.xent for head in heads]
+
+    # Factors as arguments, losses as results: no loop of the layer may be dropped by the compiler.
+    arguments = jnp.ones((2, 1, tokens, WIDTH)), jnp.ones((WIDTH, vocab)), jnp.ones(2)
+    step = jax.value_and_grad(objective, (0, 1), has_aux=True)
+    cost = count_program(compiled(step, *arguments), {"data": 1})
+    assert cost.flops == 3 * 2 * (2 * tokens) * WIDTH * vocab
+
+
 def convolution(dims, labels, window):
     left, right, out = (Shape("f32", d) for d in dims)
     window = f"window={{{window}}}, " if window else ""
@@ -125,6 +162,18 @@ def test_strings_that_go_over_lines_do_not_end_a_computation():
     program = parse_program(text)
     assert [i.name for i in program.computations["main"]] == ["a", "b"]
     assert run_counts(program) == {"main": 1}
+
+
+def test_a_computation_of_another_thread_ends():
+    text = (
+        "%moved (p: f32[2]) -> f32[2] {\n"
+        "  ROOT %a = f32[2]{0} copy(%p)\n"
+        '}, execution_thread="sparsecore"\n\n'
+        "ENTRY %main (p: f32[2]) -> f32[2] {\n"
+        "  ROOT %b = f32[2]{0} add(%p, %p)\n"
+        "}\n"
+    )
+    assert set(parse_program(text).computations) == {"moved", "main"}
 
 
 def test_text_without_an_entry_is_refused():
