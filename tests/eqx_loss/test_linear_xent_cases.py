@@ -1,5 +1,6 @@
 """Public cases on chunked, vocabulary-parallel and low-precision losses, through the fused output layer."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -54,9 +55,10 @@ def _grad(hidden, unembed, targets, weights, mask=None, rules=PLAIN, execution=N
     return loss, gradients
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("tokens", [1, 2, 6])
-def test_partition_of_a_linear_head(x64, tokens):
-    """Case 02: loss and gradients of the whole batch, for every tile of tokens."""
+def test_partition_of_a_linear_head(x64, tokens, backend):
+    """Case 02: loss and gradients of the whole batch, for every tile of tokens, as each backend forms them."""
     inputs, values, rtol, atol = _case("02")
     mask = _floats(inputs["loss_mask"])
     found, (d_hidden, d_unembed) = _grad(
@@ -64,7 +66,7 @@ def test_partition_of_a_linear_head(x64, tokens):
         jnp.asarray(_floats(inputs["head"])),
         _one_row(inputs["targets"]),
         _one_row(mask / mask.sum()),
-        execution=_tiles(tokens, 3),
+        execution=dataclasses.replace(_tiles(tokens, 3), backend=backend),
     )
     np.testing.assert_allclose(found.objective, values["loss"], rtol=rtol)
     np.testing.assert_allclose(d_unembed, values["grad_head"], rtol=rtol, atol=atol)
