@@ -67,6 +67,16 @@ def _scanned(params, part):
     return jnp.sum(jax.vmap(row)(part))
 
 
+def _on_devices(params, part):
+    """The same loss with the positions of every part on two devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda _: P(None, "context"), part)
+    total = jax.shard_map(
+        lambda p, b: jax.lax.psum(weighted(p, b), "context"), mesh=mesh, in_specs=(P(), specs), out_specs=P()
+    )
+    return total(params, part)
+
+
 @pytest.mark.parametrize("granularity", [Granularity.TOKEN, Granularity.SAMPLE])
 @pytest.mark.parametrize("loss_fn", [weighted, jax.jit(weighted), _scanned])
 def test_weighted_loss_is_invariant(granularity, loss_fn):
@@ -74,6 +84,18 @@ def test_weighted_loss_is_invariant(granularity, loss_fn):
         loss_fn,
         _batch(),
         PARTITIONS,
+        params=_params(),
+        prepare=with_weights(granularity),
+        vocab_size=VOCAB,
+    )
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TOKEN, Granularity.SAMPLE])
+def test_weighted_loss_inside_shard_map_is_invariant(granularity):
+    testing.assert_partition_invariant(
+        jax.jit(_on_devices),
+        _batch(),
+        PARTITIONS[:-1],  # the last one cuts positions unevenly, which two devices cannot hold
         params=_params(),
         prepare=with_weights(granularity),
         vocab_size=VOCAB,
