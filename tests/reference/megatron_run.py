@@ -28,7 +28,8 @@ import torch
 
 from .megatron_model import shows_padding
 from .megatron_step import train_step
-from .settings import ACTIVE, EXPERTS, SETTINGS, Setting, batch, parameters
+from .setting_list import SETTINGS
+from .settings import ACTIVE, EXPERTS, Setting, batch, parameters
 
 Job = tuple[Setting, bool]
 Channels = dict[str, dict[str, Any]]
