@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from ._linear_xent_types import Backend, XentExecution
 
 # Tiles on a CPU, measured at D = 512, V = 157,184, CPU seconds of T = 1024: 256 x 4912 6.2, 512 x 4096
-# 6.0, 512 x 2456 5.8, 512 x 1228 5.7, 1024 x 2048 7.6 (the two best with gathered target scores). The gradient of unembed is read and written once
-# per token tile, so few are better, but the operands of a product must stay in the cache.
+# 6.0, 512 x 2456 5.8, 512 x 1228 5.7, 1024 x 2048 7.6 (the two best with gathered target scores). The
+# gradient of unembed is read and written once per token tile, so few are better, but the operands of a
+# product must stay in the cache.
 CPU_TOKENS = 512
 CPU_LOGITS_BYTES = 308 << 20
 # Kept logits on an accelerator, as a share of the gradient of unembed, which is there anyway. At 3/8 a
