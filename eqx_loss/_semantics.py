@@ -154,7 +154,8 @@ class LossSemantics:
         The weights give every ratio of the measured table that depends on counts alone. Two rows
         depend on the measured model too: the load-balance gradient of 0.2.5 (x 0.72) on padding,
         which its router sees as one repeated token, and the norms under extreme counts (x 0.028
-        and 5 %) on the first tokens of a row, whose MTP gradients are 0.75 of the others' size.
+        and 5 %) on the size of gradients at the first tokens of a row: one fitted size, 0.75 of the
+        others', gives all four numbers of that row. The fit is ours, not observed in MaxText.
         `tests/eqx_loss/test_profiles_maxtext.py` has both.
 
         Source: MaxText 0.2.4 and 0.2.5, `maxtext/trainers/pre_train/train.py` (`loss_fn`),

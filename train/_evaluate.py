@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from eqx_loss import SumCount, bits_per_byte, cross_entropy, shift_targets, sum_count
+from eqx_loss import SumCount, bits_per_byte, cross_entropy, perplexity, shift_targets, sum_count
 from model import Transformer
 
 from ._examples import Batch
@@ -92,6 +92,7 @@ def evaluation_row(batches: Iterable[EvaluationSums]) -> dict[str, float]:
     lm = total.lm
     row = {
         "eval/lm_loss": float(lm.value()),
+        "eval/perplexity": float(perplexity(lm)),
         "eval/bits_per_byte": float(bits_per_byte(lm, total.num_bytes)),
         "eval/total_weights": float(lm.count),
     }

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from eqx_loss import LossLogs, LossOutput, LossSemantics, Objective, estimator_gap, reported_loss
+from eqx_loss import (
+    LossLogs,
+    LossOutput,
+    LossSemantics,
+    Objective,
+    estimator_gap,
+    perplexity,
+    reported_loss,
+)
 
 from ._step import StepOutput
 
@@ -125,6 +133,7 @@ def _values(
         "objective": objective.total,
         "objective_lm": objective.lm,
         "lm_loss": logs.lm.value(),
+        "perplexity": perplexity(logs.lm),
         "mtp_loss": semantics.mtp_loss_scaling_factor * raw_mtp,
         "raw_mtp_loss": raw_mtp,
         "moe_z_loss": _layer_mean(logs.router_z.value()),

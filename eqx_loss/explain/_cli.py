@@ -14,6 +14,7 @@ from ..gap import GapError, GapSummary, read_run
 from ._batch import read_masks
 from ._diff import Difference, TermDifference, diff_semantics, measure_difference
 from ._explanation import NOTATION, Explanation, TermExplanation
+from ._output_layer import BACKENDS, DTYPES, plan_facts, plan_output_layer, plan_text
 from ._profile import PROFILES, make_profile, parse_profile, read_config
 from ._terms import explain_semantics
 
@@ -41,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: 0 after --help, 2 for bad arguments
         return stop.code if isinstance(stop.code, int) else UNUSABLE
     try:
-        text = _diff(arguments) if arguments.diff else _explain(arguments)
+        if arguments.output_layer:
+            text = _output_layer(arguments)
+        else:
+            text = _diff(arguments) if arguments.diff else _explain(arguments)
     except (ValueError, OSError, GapError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return UNUSABLE
@@ -59,6 +63,12 @@ def _explain(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return _json({**dataclasses.asdict(explanation), "notation": list(NOTATION)})
     return _explanation_text(explanation)
+
+
+def _output_layer(arguments: argparse.Namespace) -> str:
+    num_tokens, width, vocab_size = arguments.output_layer
+    plan = plan_output_layer(num_tokens, width, vocab_size, arguments.backend, arguments.dtype)
+    return _json(plan_facts(plan)) if arguments.json else plan_text(plan)
 
 
 def _profile(arguments: argparse.Namespace) -> LossSemantics:
@@ -188,5 +198,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", type=pathlib.Path, help="run folder or metrics.jsonl, for --diff")
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="of the batch in --masks")
     parser.add_argument("--data-parallel-size", type=int, default=1, help="of the batch in --masks")
+    sizes = ("T", "D", "V")
+    parser.add_argument(
+        "--output-layer",
+        nargs=3,
+        type=int,
+        metavar=sizes,
+        help="instead: how the fused output layer runs for T tokens, width D and V columns on one device",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="tpu", help="for --output-layer (default tpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="for --output-layer")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -3,11 +3,19 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_loss import MEGATRON_RELEASES, BatchLayout, LossSemantics, loss_weights
+from eqx_loss import (
+    MEGATRON_RELEASES,
+    BatchLayout,
+    LossSemantics,
+    XentExecution,
+    explain_linear_cross_entropy,
+    loss_weights,
+)
 from eqx_loss.explain import diff_semantics, explain_semantics, main, parse_profile
 from eqx_loss.explain._explanation import NOTHING
 
@@ -154,3 +162,21 @@ def test_wrong_use_is_exit_code_two_with_the_reason(arguments, message, capsys):
 def test_help_is_exit_code_zero(capsys):
     assert main(["--help"]) == 0
     assert "--diff" in capsys.readouterr().out
+
+
+def test_output_layer_shows_the_choice_and_its_memory(capsys):
+    assert main(["--output-layer", "8192", "2048", "157184", "--backend", "tpu", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    hidden = jax.ShapeDtypeStruct((1, 8192, 2048), jnp.bfloat16)
+    unembed = jax.ShapeDtypeStruct((2048, 157184), jnp.bfloat16)
+    plan = explain_linear_cross_entropy(hidden, unembed, execution=XentExecution(backend="tpu"))
+    assert facts["implementation"] == plan.implementation
+    assert facts["gradient_bytes"] == 2048 * 157184 * 4
+    assert facts["num_token_tiles"] == -(-8192 // facts["token_tile_size"])
+    assert main(["--output-layer", "64", "32", "100", "--backend", "cpu", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.startswith("output layer: tiled (")
+
+
+def test_output_layer_refuses_a_size_of_zero(capsys):
+    assert main(["--output-layer", "0", "32", "100"]) == 2
+    assert "T must be at least 1, got 0" in capsys.readouterr().err

@@ -62,8 +62,8 @@ def test_maxtext_table_under_accumulation():
     assert difference == pytest.approx(0.005, abs=5e-4)
     to_mean = size(mtp("0.2.5", moderate, 4) - plain_mean(moderate)) / size(plain_mean(moderate))
     assert to_mean == pytest.approx(0.36, abs=5e-3)
-    # Rows of 2 to 4 tokens: at the start of a row the measured model's gradients are smaller. One size, 0.75
-    # of the others', gives all four numbers of the table; equal sizes give x 0.037, 7 %, cosines 0.25 and 0.32.
+    # Rows of 2 to 4 tokens: one gradient size, fitted to 0.75 of the others', gives all four numbers of the table
+    # (not observed in MaxText); equal sizes give x 0.037, 7 %, cosines 0.25 and 0.32.
     sizes = np.where(extreme.sum(1, keepdims=True) < 5, 0.75, np.ones((8, 128))).ravel()
     old, new, one = (sizes * v for v in (mtp("0.2.4", extreme, 4), mtp("0.2.5", extreme, 4), once["ext"]))
     assert size(old) / size(one) == pytest.approx(0.028, abs=5e-4)

@@ -65,6 +65,7 @@ def test_evaluation_equals_a_position_by_position_reading(tmp_path, num_devices)
     assert row["eval/total_weights"] == len(nats[0])
     expected = {
         "lm_loss": np.mean(nats[0]),
+        "perplexity": np.exp(np.mean(nats[0])),
         "bits_per_byte": np.sum(nats[0]) / np.log(2) / num_bytes,
         "raw_mtp_loss": np.mean(nats[1]),
         "raw_mtp_loss_depth_2": np.mean(nats[2]),

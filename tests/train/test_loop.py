@@ -24,7 +24,14 @@ MAXTEXT_NAMES = {
     "loss", "lm_loss", "mtp_loss", "raw_mtp_loss", "moe_z_loss", "moe_lb_loss", "z_loss", "grad_norm", "raw_grad_norm",
     "total_weights", "current_learning_rate",
 }  # fmt: skip
-OUR_NAMES = {"objective", "objective_lm", "lm_estimator_gap", "moe_z_estimator_gap", "num_skipped_steps"}
+OUR_NAMES = {
+    "objective",
+    "perplexity",
+    "objective_lm",
+    "lm_estimator_gap",
+    "moe_z_estimator_gap",
+    "num_skipped_steps",
+}
 
 
 def rows_of(tmp_path: Path) -> list[dict]:

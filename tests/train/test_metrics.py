@@ -82,6 +82,7 @@ def test_row_holds_pooled_sums_over_pooled_counts(num_steps):
         "objective": mean(o.objective.total for o in outputs),
         "objective_lm": mean(o.objective.lm for o in outputs),
         "lm_loss": lm,
+        "perplexity": np.exp(lm),
         "mtp_loss": 0.25 * mtp.mean(),
         "raw_mtp_loss": mtp.mean(),
         "moe_z_loss": z.mean(),
