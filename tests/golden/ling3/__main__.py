@@ -11,22 +11,25 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from ._folder import ModelCase, find_cases
+from ._folder import BrokenCase, ModelCase, OperatorCase, find_cases
 from ._models import judge_model
 from ._operators import judge_operator
-from ._report import Line, Precision, closing_line
+from ._report import Judge, Line, Precision, closing_line
 
 
 def judge(root: Path, precisions: tuple[Precision, ...]) -> Iterator[list[Line]]:
     """The lines of one case in one precision after another, for every case below `root`."""
-    models, operators = find_cases(root)
-    for precision, case in itertools.product(precisions, [*models, *operators]):
+    for precision, case in itertools.product(precisions, find_cases(root)):
         with jax.enable_x64(precision == "float64"):
-            yield (
-                judge_model(case, precision)
-                if isinstance(case, ModelCase)
-                else judge_operator(case, precision)
-            )
+            match case:
+                case ModelCase():
+                    yield judge_model(case, precision)
+                case OperatorCase():
+                    yield judge_operator(case, precision)
+                case BrokenCase():
+                    broken = Judge(case.name, precision)
+                    broken.failure("read", case.reason)
+                    yield broken.lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         lines += new
     if not lines:
         print(
-            f"{options.path}: no case here (a folder with config.json and inputs.safetensors)",
+            f"{options.path}: no case here (a folder with config.json, inputs.safetensors and expected.safetensors)",
             file=sys.stderr,
         )
         return 2

@@ -12,7 +12,7 @@ from model import ModelOutput, Transformer
 from model.hf import load_hf, to_checkpoint_tensors
 
 from ._folder import ModelCase
-from ._report import FAST_COMPILATION, Judge, Line, Precision, summary_error
+from ._report import FAST_COMPILATION, Judge, Line, Precision, rounding_noise, summary_error
 
 IGNORED = -100
 
@@ -245,17 +245,19 @@ def _gradients(judge: Judge, case: ModelCase, run: _Run) -> None:
         if loss not in run.gradients:
             judge.failure(f"grad {loss}", "the model has no such loss")
             continue
+        noise = rounding_noise(
+            [*(float(np.linalg.norm(g)) for g in grads.values()), *(norm for norm, _ in summary.values())]
+        )
         ours = _with_other_names(to_checkpoint_tensors(run.gradients[loss]), [*grads, *summary])
         for key in sorted(grads):
             if key in ours:
-                judge.gradient(f"grad {loss}/{key}", ours[key], grads[key])
+                judge.gradient(f"grad {loss}/{key}", ours[key], grads[key], noise)
             else:
                 judge.failure(f"grad {loss}/{key}", "this model has no such tensor")
         for key in sorted(summary):
             if key in ours:
-                judge.add(
-                    f"norm+probe {loss}/{key}", "gradient", summary_error(ours[key], tuple(summary[key]))
-                )
+                error = summary_error(ours[key], tuple(summary[key]), noise)
+                judge.add(f"norm+probe {loss}/{key}", "gradient", error)
             else:
                 judge.failure(f"norm+probe {loss}/{key}", "this model has no such tensor")
 

@@ -1,5 +1,6 @@
 """One line per case and quantity, and the tolerances of the reference cases."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,7 +97,7 @@ class Judge:
             different = different[where]
         self.add(quantity, "exact", int(different.sum()), "places differ" if different.any() else "")
 
-    def gradient(self, quantity: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+    def gradient(self, quantity: str, ours: np.ndarray, theirs: np.ndarray, noise: float = 0.0) -> None:
         """`relative_error`; an expected gradient without elements asks for one without elements, of any shape."""
         if not ours.size and not theirs.size:
             self.add(quantity, "gradient", 0.0)
@@ -104,36 +105,46 @@ class Judge:
         if ours.shape != theirs.shape:
             self.add(quantity, "gradient", float("nan"), f"shape {ours.shape}, expected {theirs.shape}")
             return
-        self.add(quantity, "gradient", relative_error(ours, theirs))
+        self.add(quantity, "gradient", relative_error(ours, theirs, noise))
 
     def failure(self, quantity: str, reason: str) -> None:
         """A quantity that could not be computed at all."""
         self.add(quantity, "exact", float("nan"), reason)
 
 
-def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+def rounding_noise(norms: Iterable[float]) -> float:
+    """Norm below which one of the reference's float64 gradients is 0 with rounding: 1e-13 of the largest of them.
+
+    The gradient of a router that chooses one expert and renormalizes is such a 0: its weight is s / (s + 1e-20).
+    """
+    return 1e-13 * max(norms, default=0.0)
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray, noise: float = 0.0) -> float:
     """`|ours - theirs| / |theirs|` in the Euclidean norm, and the largest element's likewise; the larger of both.
 
-    Where `theirs` is 0 everywhere (an expert that no token chose) the absolute difference counts. Empty: 0.
+    Where `theirs` is 0 everywhere (an expert that no token chose), or its norm is at most `noise`, the absolute
+    difference counts. Empty: 0.
     """
     if not theirs.size:
         return 0.0
     difference = ours.astype(np.float64) - theirs.astype(np.float64)
     norm, peak = np.linalg.norm(theirs), np.abs(theirs).max()
-    by_norm = np.linalg.norm(difference) / (norm if norm else 1.0)
-    by_peak = np.abs(difference).max() / (peak if peak else 1.0)
+    is_zero = norm <= noise
+    by_norm = np.linalg.norm(difference) / (1.0 if is_zero else norm)
+    by_peak = np.abs(difference).max() / (1.0 if is_zero else peak)
     return float(max(by_norm, by_peak)) if np.isfinite(difference).all() else float("nan")
 
 
-def summary_error(ours: np.ndarray, theirs: tuple[float, float]) -> float:
+def summary_error(ours: np.ndarray, theirs: tuple[float, float], noise: float = 0.0) -> float:
     """Relative error of a gradient's norm and of its probe `sum_i g_i sin(i + 1)`, i row-major from 0.
 
-    Both are divided by the expected norm; absolute where that is 0.
+    Both are divided by the expected norm; absolute where that is at most `noise`.
     """
     flat = ours.astype(np.float64).reshape(-1)
     norm = float(np.linalg.norm(flat))
     probe = float(flat @ np.sin(np.arange(1, flat.size + 1, dtype=np.float64)))
-    scale = theirs[0] if theirs[0] else 1.0
+    scale = 1.0 if theirs[0] <= noise else theirs[0]
     return max(abs(norm - theirs[0]), abs(probe - theirs[1])) / scale
 
 
