@@ -7,6 +7,7 @@ step whatever came before. The folder is a Hugging Face checkpoint or one that `
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ._cache import Cache, init_cache
 from ._decode import decode
 from ._transformer import Transformer
-from .hf._errors import CheckpointError
 from .hf._load import load_hf, open_hf
 from .hf._native import is_native, load_native, open_native
 
@@ -45,8 +45,8 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}; 0 is greedy")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}; 0 is greedy")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}; leave it out for all tokens")
         if not 0 < self.top_p <= 1:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
-    except (CheckpointError, ValueError) as error:
+    except (ValueError, OSError) as error:  # CheckpointError is a ValueError
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -186,6 +186,12 @@ def _run(options: argparse.Namespace) -> None:
     for name in ("max_new_tokens", "num_samples"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed must be in [0, 2**32), got {options.seed}")
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: no such folder")
+    if options.tokenizer is not None and not options.tokenizer.is_file():
+        raise ValueError(f"{options.tokenizer}: no such file")
     text = _Text(options.tokenizer or options.folder / TOKENIZER_NAME, is_needed=options.prompt is not None)
     prompt = text.encode(options.prompt) if options.prompt is not None else _parse_ids(options.ids)
     model, stops = _load(options)
@@ -243,9 +249,7 @@ class _Text:
         self._tokenizer: Any = None
         self._shown = ""
         if path.is_file():
-            from tokenizers import Tokenizer  # only here: the model itself needs no tokenizer
-
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = _read_tokenizer(path)
         elif is_needed:
             raise ValueError(f"{path}: no such file; --prompt needs a tokenizer, --ids does not")
 
@@ -264,6 +268,19 @@ class _Text:
             return ""
         added, self._shown = text[len(self._shown) :], text
         return added
+
+
+def _read_tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer  # only here: the model itself needs no tokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: needs the package tokenizers; install it, or use a folder without this file and --ids"
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{path}: is no tokenizer ({error}); fetch it again") from error
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(problem, file=sys.stderr)
         print(f"{len(error.problems)} problem{'s' * (len(error.problems) != 1)}", file=sys.stderr)
         return 2
+    except OSError as error:  # no permission, no space, a file in the way
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
@@ -120,10 +123,9 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _shard_bytes(gigabytes: float) -> int:
-    size = int(gigabytes * 1e9)
-    if size < 1:
-        raise CheckpointError([f"--max-shard-gb must be positive, got {gigabytes}; 5 is usual"])
-    return size
+    if not 1e-9 <= gigabytes < math.inf:
+        raise CheckpointError([f"--max-shard-gb must be positive and finite, got {gigabytes}; 5 is usual"])
+    return int(gigabytes * 1e9)
 
 
 class _Progress:

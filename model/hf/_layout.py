@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from .._config import ModelConfig
+from ._errors import CheckpointError
 from ._hf_config import LayerType, Layout
 from ._rule import Rule, linear, split_linear, whole
 
@@ -26,15 +27,24 @@ _KDA_LEAF = re.compile(r"^model\.layers\.(\d+)\.attention\.A_log$")
 
 
 def checkpoint_names(names: Iterator[str]) -> dict[str, str]:
-    """Hub name -> name in the file, for every tensor of a checkpoint in any spelling."""
+    """Hub name -> name in the file, for every tensor of a checkpoint in any spelling.
+
+    Raises:
+        CheckpointError: Two tensors are spellings of one.
+    """
     stored = list(names)
     hub = {name: _rename(name) for name in stored}
     kda = {match[1] for name in hub.values() if (match := _KDA_LEAF.match(name))}
     result: dict[str, str] = {}
+    problems: list[str] = []
     for name in stored:
         match = _OUTPUT.match(hub[name])
         new = hub[name] if match is None else f"{match[1]}.{'o_proj' if match[2] in kda else 'dense'}.weight"
+        if new in result:
+            problems.append(f"{name}: is another spelling of {result[new]}, which is stored too; remove one")
         result[new] = name
+    if problems:
+        raise CheckpointError(problems)
     return result
 
 

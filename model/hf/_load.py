@@ -1,6 +1,5 @@
 """From a Ling-3 checkpoint folder to a model, array by array."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from ._hf_config import HfConfig, read_hf_config
 from ._layout import checkpoint_names, fused_names, layer_types_of, rules
 from ._leaves import Assembly, Slices, array_shapes, make_arrays
 from ._rule import Rule
-from ._shards import FLOATS, ShardReader
+from ._shards import FLOATS, ShardReader, read_json
 
 CONFIG_NAME = "config.json"
+MODEL_NAME = "model.json"  # of our own layout
 Progress = Callable[[str], None]
 _KNOWN_EXTRAS = (".inv_freq",)  # a constant that some writers store
 
@@ -60,7 +60,12 @@ def open_hf(path: str | os.PathLike[str], *, dtype: Dtype = "bfloat16") -> Opene
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError([f"{folder}: no such folder"])
+        what = "is a file; name the folder that holds it" if folder.exists() else "no such folder"
+        raise CheckpointError([f"{folder}: {what}"])
+    if (folder / MODEL_NAME).is_file() and not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            [f"{folder}: is in our layout ({MODEL_NAME}), not Hugging Face's; export it first"]
+        )
     reader = ShardReader(folder)
     hf = read_hf_config(_read_raw_config(folder))
     stored = checkpoint_names(iter(reader.tensors))
@@ -119,13 +124,7 @@ def _read_raw_config(folder: Path) -> dict[str, object]:
     file = folder / CONFIG_NAME
     if not file.is_file():
         raise CheckpointError([f"{file}: missing; a checkpoint folder holds it beside the weights"])
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError([f"{CONFIG_NAME}: is not JSON ({error})"]) from error
-    if not isinstance(raw, dict):
-        raise CheckpointError([f"{CONFIG_NAME}: must hold a JSON object, got {type(raw).__name__}"])
-    return raw
+    return read_json(file)
 
 
 def _problems(

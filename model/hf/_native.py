@@ -23,12 +23,12 @@ from .._transformer import Transformer
 from ._errors import CheckpointError
 from ._hf_config import HfConfig
 from ._leaves import Assembly, Slices, array_shapes, make_arrays
-from ._load import Opened, Progress, abstract_model, open_hf
+from ._load import CONFIG_NAME, MODEL_NAME, Opened, Progress, abstract_model, open_hf
 from ._shard_writer import ShardWriter
-from ._shards import DTYPES, ShardReader
+from ._shards import DTYPES, INDEX_NAME, PICKLE_SUFFIXES, ShardReader
 
-MODEL_NAME = "model.json"
 FORMAT = 1
+_OWN_FILES = (MODEL_NAME, CONFIG_NAME, INDEX_NAME)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,12 @@ def write_model_json(folder: Path, config: ModelConfig, hf: HfConfig | None) -> 
 
 
 def refuse_weights(folder: Path) -> None:
-    """Raise `CheckpointError` when a folder holds safetensors files already."""
-    there = sorted(p.name for p in folder.glob("*.safetensors")) if folder.is_dir() else []
+    """Raise `CheckpointError` when a folder holds a checkpoint or a part of one already, or is no folder."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError([f"{folder}: is a file; name a folder to write"])
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    # an index or a config.json that stayed behind would describe the new weights wrongly
+    there = [n for n in names if n in _OWN_FILES or n.endswith((".safetensors", *PICKLE_SUFFIXES))]
     if there:
         raise CheckpointError(
             [f"{folder / name}: is there already; write to an empty folder" for name in there]

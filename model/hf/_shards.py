@@ -125,13 +125,11 @@ def _find_files(path: Path) -> tuple[list[Path], list[str]]:
         raise CheckpointError([f"{path}: no such file or folder"])
     index = path / INDEX_NAME
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError([f"{INDEX_NAME}: has no weight_map; remove the file or write it anew"])
-        names = sorted(set(weight_map.values()))
-        strange = [
-            n for n in names if not isinstance(n, str) or Path(n).name != n or not n.endswith(".safetensors")
-        ]
+        names = sorted({str(name) for name in weight_map.values()})
+        strange = [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]
         if strange:
             raise CheckpointError(
                 [f"{INDEX_NAME}: {n!r} is not a .safetensors file of this folder" for n in strange]
@@ -158,10 +156,10 @@ def _pickle_remedy() -> str:
     )
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, object]:
     try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
         raise CheckpointError([f"{path.name}: is not JSON ({error}); fetch it again"]) from error
     if not isinstance(value, dict):
         raise CheckpointError([f"{path.name}: must hold a JSON object, got {type(value).__name__}"])
@@ -174,7 +172,7 @@ def _read_header(file: Path) -> Iterator[TensorInfo]:
             for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
                 part = handle.get_slice(name)
                 yield TensorInfo(name=name, file=file, shape=tuple(part.get_shape()), dtype=part.get_dtype())
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             [f"{file.name}: damaged or not safetensors ({error}); fetch it again"]
         ) from error
