@@ -59,11 +59,13 @@ class Interval:
         num_steps: Steps added so far.
         leaves: Arrays of their `StepSums`, float64 on the host, in tree order; empty before the first step.
         learning_rate: Rate of the last step.
+        max_logits: Largest attention logit of the interval over steps, layers and heads; None when not recorded.
     """
 
     num_steps: int = 0
     leaves: tuple[np.ndarray, ...] = ()
     learning_rate: float = 0.0
+    max_logits: float | None = None
 
     def add(self, output: StepOutput) -> "Interval":
         """This interval and one more step. Waits for the step and copies its output to the host."""
@@ -75,7 +77,10 @@ class Interval:
         new = [np.asarray(leaf, dtype=np.float64) for leaf in jax.tree.leaves(sums)]
         total = [np.asarray(a + b) for a, b in zip(self.leaves, new, strict=True)] if self.leaves else new
         return Interval(
-            num_steps=self.num_steps + 1, leaves=tuple(total), learning_rate=float(output.learning_rate)
+            num_steps=self.num_steps + 1,
+            leaves=tuple(total),
+            learning_rate=float(output.learning_rate),
+            max_logits=_largest(self.max_logits, output.max_logits),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -84,13 +89,19 @@ class Interval:
             "num_steps": self.num_steps,
             "leaves": [leaf.tolist() for leaf in self.leaves],
             "learning_rate": self.learning_rate,
+            "max_logits": self.max_logits,
         }
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "Interval":
         """Inverse of `to_json`."""
         leaves = tuple(np.asarray(leaf, dtype=np.float64) for leaf in tree["leaves"])
-        return cls(num_steps=tree["num_steps"], leaves=leaves, learning_rate=tree["learning_rate"])
+        return cls(
+            num_steps=tree["num_steps"],
+            leaves=leaves,
+            learning_rate=tree["learning_rate"],
+            max_logits=tree.get("max_logits"),  # not in checkpoints made before it was logged
+        )
 
 
 def interval_row(
@@ -100,8 +111,9 @@ def interval_row(
 
     Losses are pooled sums over pooled counts. `loss` is MaxText's reported loss; the objective, its lm term and
     the gradient norms are means over steps; `total_weights` is the mean number of scored tokens of a step; the
-    learning rate is that of the last step. Router terms and MTP losses are means over layers and depths, without
-    coefficient but for `mtp_loss` and `z_loss`, whose MaxText namesakes carry theirs.
+    learning rate is that of the last step, `max_logits` (where recorded) the largest of all. Router terms and
+    MTP losses are means over layers and depths, without coefficient but for `mtp_loss` and `z_loss`, whose
+    MaxText namesakes carry theirs.
 
     Args:
         interval: At least one step.
@@ -117,7 +129,17 @@ def interval_row(
     row = {f"learning/{name}": float(value) for name, value in jax.device_get(values).items()}
     row["learning/num_skipped_steps"] = float(sums.num_skipped)
     row["learning/current_learning_rate"] = interval.learning_rate
+    if interval.max_logits is not None:
+        row["learning/max_logits"] = interval.max_logits
     return row
+
+
+def _largest(before: float | None, max_logits: Array | np.ndarray | None) -> float | None:
+    """The largest of both; NaN when any logit is."""
+    if max_logits is None:
+        return before
+    top = np.max(np.asarray(max_logits), initial=-np.inf)
+    return float(np.max([-np.inf if before is None else before, top]))
 
 
 @eqx.filter_jit

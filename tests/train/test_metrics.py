@@ -27,7 +27,9 @@ def pair(rng, *shape):
     )
 
 
-def output(seed: int, is_skipped: bool = False, num_layers: int = 3, num_depths: int = 2) -> StepOutput:
+def output(
+    seed: int, is_skipped: bool = False, num_layers: int = 3, num_depths: int = 2, max_logits=None
+) -> StepOutput:
     rng = np.random.default_rng(seed)
     scalars = [jnp.float32(x) for x in rng.uniform(1, 2, 9)]
     logs = LossLogs(
@@ -49,7 +51,7 @@ def output(seed: int, is_skipped: bool = False, num_layers: int = 3, num_depths:
         learning_rate=jnp.float32(0.5 + seed),
         step=jnp.int32(seed),
         router_counts=None,
-        max_logits=None,
+        max_logits=max_logits,
     )
 
 
@@ -133,6 +135,16 @@ def test_an_interval_cut_by_a_checkpoint_gives_the_same_row_to_the_bit():
 
 def test_an_empty_interval_survives_json():
     assert Interval.from_json(json.loads(json.dumps(Interval().to_json()))) == Interval()
+
+
+def test_largest_attention_logit_of_an_interval_is_logged_where_it_is_recorded():
+    tops = ([[3.0, -7.0], [2.0, 5.0]], [[1.0, 9.0], [-np.inf, 2.0]], [[4.0, 4.0], [4.0, 4.0]])
+    outputs = [output(seed, max_logits=np.asarray(top, np.float32)) for seed, top in enumerate(tops)]
+    total = Interval.from_json(json.loads(json.dumps(interval(outputs).to_json())))
+    assert interval_row(total, outputs[0], SEMANTICS, 2)["learning/max_logits"] == 9
+    assert "learning/max_logits" not in interval_row(interval([output(0)]), output(0), SEMANTICS, 2)
+    bad = output(1, max_logits=np.asarray([[np.nan, 1.0]], np.float32))
+    assert np.isnan(interval([outputs[0], bad, outputs[2]]).max_logits)
 
 
 def test_files_are_cut_behind_the_start_step_and_a_torn_line_is_dropped(tmp_path):
