@@ -13,7 +13,16 @@ from ._config import MoeConfig as MoeConfig
 from ._config import MtpConfig as MtpConfig
 from ._config import RopeConfig as RopeConfig
 from ._config import YarnConfig as YarnConfig
+from ._conv import causal_conv1d as causal_conv1d
 from ._decode import decode as decode
+from ._kda import DecayGate as DecayGate
+from ._kda import kda_chunked as kda_chunked
+from ._kda import kda_gated_chunked as kda_gated_chunked
+from ._kda import kda_recurrent as kda_recurrent
+from ._kda import l2_normalize as l2_normalize
+from ._lightning import lightning_chunked as lightning_chunked
+from ._lightning import lightning_recurrent as lightning_recurrent
+from ._lightning import lightning_slopes as lightning_slopes
 from ._output import ModelOutput as ModelOutput
 from ._output import RouterStats as RouterStats
 from ._parallel import Cut as Cut

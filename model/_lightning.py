@@ -21,8 +21,9 @@ def lightning_slopes(num_heads: int, *, layer: int, num_layers: int) -> Float[Ar
     """Decay rate of each head of layer `layer` (from 0) of `num_layers`, nats per token.
 
     ALiBi slopes `2^(-8 h / H)`, h = 1 .. H, times `1 - (layer - 1) / (num_layers - 1) + 1e-5`: deeper layers forget
-    less. When H is no power of two, the slopes of the next lower power come first and every other slope of the next
-    higher one after them. Source: `BailingMoeV2_5LinearAttention`, hub code of inclusionAI/Ling-2.5.
+    less. `layer - 1` is the released code's, which numbers layers from 0 too: layer 0 forgets by more than its slope.
+    When H is no power of two, the slopes of the next lower power come first and every other slope of the next higher
+    one after them. Source: `BailingMoeV2_5LinearAttention`, hub code of inclusionAI/Ling-2.5.
     """
 
     def slopes(count: int) -> list[float]:

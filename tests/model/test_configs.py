@@ -1,5 +1,6 @@
 """The shipped model configurations: they load, and have the published numbers of parameters."""
 
+import functools
 import math
 import pathlib
 
@@ -13,10 +14,12 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FAMILY = ("ling2", "ling3-tiny", "ling3-flash", "ling3-plus", "ling-mini-2.0", "dense-1b")
 
 
+@functools.cache
 def _model_config(name: str) -> ModelConfig:
     return load_config(CONFIGS / f"{name}.yaml").model
 
 
+@functools.cache
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """Number of elements of every array, by path; nothing is allocated."""
     model = jax.eval_shape(lambda key: init_model(config, key=key), jax.random.key(0))
@@ -75,6 +78,13 @@ def test_ling3_tiny_activates_about_the_published_1_3_billion():
 def test_ling3_plus_has_about_the_published_560_billion():
     # One percent: widths of MLA and the shared expert are inferred.
     assert _counts(_model_config("ling3-plus"))["total"] == pytest.approx(560, rel=0.01)
+
+
+def test_ling2_has_about_the_16_billion_of_its_class():
+    # No card gives a number: "16B-class" is a reading of the public configuration.
+    counts = _counts(_model_config("ling2"))
+    assert 16 < counts["total"] < 17
+    assert counts["with_mtp"] < 17.5
 
 
 def test_dense_1b_has_about_a_billion():

@@ -24,8 +24,10 @@ def packed_ids():
     return ids
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 7])
-@pytest.mark.parametrize("length", [1, 5, 20])
+@pytest.mark.parametrize(
+    ("width", "length"),
+    [(w, n) for w in (1, 2, 7) for n in (1, 5, 20)] + [(4, n) for n in (1, 7, 63, 64, 65, 200, 1000)],
+)
 def test_equals_the_oracle_for_any_width_and_length(x64, width, length):
     x, weight = draw(width, length, width)
     np.testing.assert_allclose(causal_conv1d(x, weight), oracle.conv(x, weight), rtol=1e-13, atol=1e-14)

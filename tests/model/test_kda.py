@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
-from model._kda import DecayGate, kda_chunked, kda_gated_chunked, kda_recurrent, l2_normalize
+from model import DecayGate, kda_chunked, kda_gated_chunked, kda_recurrent, l2_normalize
 from model._kda_chunk import invert_unit_lower
 from tests.oracles import kda as oracle
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model._lightning import lightning_chunked, lightning_recurrent, lightning_slopes
+from model import lightning_chunked, lightning_recurrent, lightning_slopes
 from tests.model.test_kda import draw as draw_kda
 from tests.model.test_kda import packed_ids, probes, rel, run, value_and_grads
 from tests.oracles import kda as oracle
@@ -22,7 +22,7 @@ def draw(seed, length, dtype=np.float64):
 
 
 @pytest.mark.parametrize("function", [lightning_recurrent, lightning_chunked])
-@pytest.mark.parametrize("length", [1, 63, 65, 200])
+@pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 200, 1000])
 def test_equals_the_oracle_at_every_length(x64, function, length):
     arrays = draw(length, length)
     o, state = run(function, arrays)
@@ -113,6 +113,10 @@ def test_a_row_can_be_cut_anywhere_and_continued(x64):
 def test_slopes_are_alibi_slopes_scaled_by_layer():
     np.testing.assert_allclose(
         lightning_slopes(8, layer=1, num_layers=20), 2.0 ** -np.arange(1, 9) * (1 + 1e-5), rtol=1e-6
+    )
+    # the first layer is number 0 and forgets more than one ALiBi slope
+    np.testing.assert_allclose(
+        lightning_slopes(2, layer=0, num_layers=20), [2**-4 * 20 / 19, 2**-8 * 20 / 19], rtol=2e-5
     )
     six = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
     np.testing.assert_allclose(lightning_slopes(6, layer=20, num_layers=20), np.array(six) * 1e-5, rtol=1e-6)
