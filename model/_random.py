@@ -5,6 +5,7 @@ rounds written out (0.42 s against 0.11 s of one core for a normal array, ten ti
 draws many arrays.
 """
 
+import functools
 import math
 
 import jax
@@ -15,12 +16,15 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
+# Traced once a shape: a model draws hundreds of arrays of a few shapes.
+@functools.partial(jax.jit, static_argnames="shape", inline=True)
 def normal(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """Independent float32 values of the standard normal distribution; the values of `jax.random.normal`."""
     low = float(np.nextafter(np.float32(-1), np.float32(0)))
     return jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(uniform(key, shape, low, 1.0))
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "low", "high"), inline=True)
 def uniform(key: PRNGKeyArray, shape: tuple[int, ...], low: float, high: float) -> Float[Array, "..."]:
     """Independent float32 values, uniform in [low, high); the values of `jax.random.uniform`."""
     if math.prod(shape) >= 2**32 or jax.random.key_data(key).shape != (2,):

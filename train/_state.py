@@ -1,5 +1,7 @@
 """The training state: parameters, optimizer state and counters, born in shards."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,14 +38,15 @@ def make_optimizer(config: OptimizerConfig, model_config: ModelConfig) -> Optimi
     return Optimizer(config, dict(zip(parameter_paths(model), treedef.flatten_up_to(specs), strict=True)))
 
 
+@functools.cache
 def abstract_model(config: ModelConfig) -> Transformer:
-    """The model of `config` with `jax.ShapeDtypeStruct`s in place of arrays."""
+    """The model of `config` with `jax.ShapeDtypeStruct`s in place of arrays; traced once a configuration."""
     return eqx.filter_eval_shape(lambda key: init_model(config, key=key), jax.random.key(0))
 
 
 def abstract_state(config: ModelConfig, optimizer: Optimizer) -> TrainState:
     """The state of a run with `jax.ShapeDtypeStruct`s in place of arrays, without shardings."""
-    return eqx.filter_eval_shape(lambda key: _build(config, optimizer, key), jax.random.key(0))
+    return eqx.filter_eval_shape(lambda model: _first_state(model, optimizer), abstract_model(config))
 
 
 def model_partitions(config: ModelConfig, mesh: Mesh) -> PyTree:
@@ -87,13 +90,14 @@ def init_state(config: ModelConfig, optimizer: Optimizer, mesh: Mesh, *, key: PR
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if is_cpu else None
     build = jax.jit(
-        lambda key: _build(config, optimizer, key), out_shardings=shardings, compiler_options=options
+        lambda key: _first_state(init_model(config, key=key), optimizer),
+        out_shardings=shardings,
+        compiler_options=options,
     )
     return build(key)
 
 
-def _build(config: ModelConfig, optimizer: Optimizer, key: PRNGKeyArray) -> TrainState:
-    model = init_model(config, key=key)
+def _first_state(model: Transformer, optimizer: Optimizer) -> TrainState:
     return TrainState(
         model=model,
         optimizer=optimizer.init(model),
