@@ -1,12 +1,21 @@
 """Muon against a float64 NumPy version that handles one matrix at a time."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from train._muon import MatrixLayout, MuonConfig, newton_schulz, orthogonal_update, scale_by_muon
+from train._muon import (
+    MatrixLayout,
+    MuonConfig,
+    newton_schulz,
+    orthogonal_update,
+    orthogonal_updates,
+    scale_by_muon,
+)
 
 from .step_cases import mesh_of
 
@@ -81,12 +90,36 @@ def test_matrices_cut_over_devices_equal_whole_ones_without_gathering(num_matric
     sharding = NamedSharding(mesh, PartitionSpec(None, ("fsdp", "data"), "tensor"))
     weights = draw(num_matrices, 8, 6)
     layout = MatrixLayout((0,), (1,), (2,))
-    update = jax.jit(lambda w: orthogonal_update(w, layout, CONFIG, sharding))
+    update = jax.jit(lambda w: orthogonal_updates([w], [layout], CONFIG, [sharding])[0])
     placed = jax.device_put(weights, sharding)
     np.testing.assert_allclose(update(placed), [oracle_matrix(w) for w in weights], rtol=RTOL, atol=RTOL)
     program = update.lower(placed).compile().as_text()
     assert "all-to-all" in program
     assert "all-gather" not in program
+
+
+def test_alike_matrices_of_several_parameters_travel_together():
+    mesh = mesh_of(data=2, fsdp=4)
+    shapes = [(3, 8, 6), (8, 5, 6), (8, 6), (8, 4)]
+    layouts = [
+        MatrixLayout((0,), (1,), (2,)),
+        MatrixLayout((1,), (0,), (2,)),
+        *[MatrixLayout((), (0,), (1,))] * 2,
+    ]
+    specs = [PartitionSpec(None, "fsdp"), PartitionSpec("fsdp"), PartitionSpec("fsdp"), PartitionSpec("fsdp")]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    update = jax.jit(lambda w: orthogonal_updates(w, layouts, CONFIG, shardings))
+    weights = [draw(*shape) for shape in shapes]
+    placed = [jax.device_put(w, s) for w, s in zip(weights, shardings)]
+    got = update(placed)
+    np.testing.assert_allclose(got[0], [oracle_matrix(w) for w in weights[0]], rtol=RTOL, atol=RTOL)
+    by_head = [oracle_matrix(weights[1][:, h]) for h in range(5)]
+    np.testing.assert_allclose(got[1], np.stack(by_head, axis=1), rtol=RTOL, atol=RTOL)
+    np.testing.assert_allclose(got[2], oracle_matrix(weights[2]), rtol=RTOL, atol=RTOL)
+    np.testing.assert_allclose(got[3], oracle_matrix(weights[3]), rtol=RTOL, atol=RTOL)
+    program = update.lower(placed).compile().as_text()
+    # There and back, for matrices of 8 x 6 and of 8 x 4.
+    assert len(re.findall(r" all-to-all\(", program)) == 4
 
 
 def test_bfloat16_iterations_stay_near_float32():
