@@ -22,10 +22,10 @@ train: setup
 	@$(RUN) -m train $(CONFIG) $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-fast: setup
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
 
 lint: EXTRAS = dev
 lint: setup
