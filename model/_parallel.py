@@ -10,7 +10,7 @@ every gradient back to the device that keeps the cut.
 import dataclasses
 import functools
 import math
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -136,9 +136,11 @@ def looks_up(spec: ParamSpec, is_tied: bool) -> bool:
     return spec.role == "embedding" and not is_tied
 
 
-def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
     """Rematerialization policy: everything is kept for the backward pass but what was gathered."""
-    return primitive.name != "all_gather"
+    # A policy sees a custom derivative from outside: the gather of a weight is hidden in it.
+    inside = params["call_jaxpr"].eqns if primitive.name == "custom_vjp_call" else ()
+    return all(name != "all_gather" for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
 
 
 def _whole_leaf(leaf: Array | Cut, spec: ParamSpec, parallel: Parallel) -> Array:

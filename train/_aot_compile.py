@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -58,14 +59,19 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
+    if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise ValueError(
+            "compiling for a TPU needs libtpu, which is not installed; install the tpu extra:"
+            " pip install 'eqx-loss[tpu]'"
+        )
     try:
         described = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **({"num_slices": num_slices} if num_slices > 1 else {})
         )
     except Exception as error:
         raise ValueError(
-            f"no topology {topology!r}: {str(error).splitlines()[0]}; install the tpu extra, and use a name such as"
-            " v5p:4x4x4, v6e:4x4 or tpu7x:4x4x4"
+            f"no topology {topology!r}: {str(error).splitlines()[0]}; use a name such as v5p:4x4x4, v6e:4x4 or"
+            " tpu7x:4x4x4"
         ) from error
     return described.devices
 
@@ -100,9 +106,11 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         failure = str(error)
+        if needed_bytes(failure) is None:
+            raise ValueError(
+                f"the compiler failed, and not for lack of memory: {failure.splitlines()[0]}"
+            ) from error
     return CompiledStep(
         mesh=mesh,
         compiled=compiled,

@@ -1,0 +1,113 @@
+"""What travels between devices, read from compiled programs: weights, experts and gradients."""
+
+import importlib.util
+
+import pytest
+
+from train._aot_compile import compile_step, topology_devices
+from train._hlo_count import count_program
+from train._hlo_parse import Instruction, Program, parse_program, run_counts
+from train._step import StepConfig
+
+from .step_cases import GradientCase, mesh_of, tiny_config
+from .tiny import tiny_config as tiny_run
+
+NUM_SCANNED = 4
+CONFIG = tiny_config(num_layers=1 + NUM_SCANNED)
+ONE_EXPERT_MATRIX = CONFIG.hidden_size * CONFIG.moe.moe_intermediate_size
+ALL_EXPERTS = CONFIG.moe.num_experts * ONE_EXPERT_MATRIX
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def gathers(program: Program) -> list[tuple[Instruction, int]]:
+    """Every all-gather and how often it runs."""
+    counts = run_counts(program)
+    return [
+        (instruction, counts[name])
+        for name, body in program.computations.items()
+        for instruction in body
+        if instruction.opcode in ("all-gather", "all-gather-start") and counts[name]
+    ]
+
+
+def largest_gather(program: Program) -> int:
+    """Entries of the largest gathered array."""
+    return max(shape.num_elements for instruction, _ in gathers(program) for shape in instruction.shapes)
+
+
+@pytest.fixture(scope="module")
+def gathered_weights() -> Program:
+    return parse_program(GradientCase(mesh_of(fsdp=8), model_config=CONFIG).hlo)
+
+
+@pytest.fixture(scope="module")
+def travelling_tokens() -> Program:
+    return parse_program(GradientCase(mesh_of(fsdp=2, expert=4), model_config=CONFIG).hlo)
+
+
+def test_no_program_on_an_expert_mesh_gathers_the_weights_of_all_experts(travelling_tokens, gathered_weights):
+    assert largest_gather(travelling_tokens) < ALL_EXPERTS
+    assert largest_gather(gathered_weights) == ALL_EXPERTS  # without experts cut, one layer's are gathered
+
+
+def test_weights_are_gathered_layer_by_layer_inside_the_scan(gathered_weights):
+    of_experts = [
+        times
+        for instruction, times in gathers(gathered_weights)
+        if any(shape.num_elements == ALL_EXPERTS for shape in instruction.shapes)
+    ]
+    assert largest_gather(gathered_weights) == ALL_EXPERTS  # never those of several layers at once
+    assert max(of_experts) == NUM_SCANNED
+    # Gate, up and down of every layer forward; gate, up and down again in the backward pass.
+    assert sum(of_experts) == 2 * 3 * (NUM_SCANNED + 1)  # the MTP depth has experts too
+
+
+def num_sums(num_micro_steps: int, reduce_gradients: str, axis: str) -> int:
+    """Executions of sums over devices along `axis` in one step."""
+    case = GradientCase(
+        mesh_of(data=2, fsdp=2), num_micro_steps, config=StepConfig(reduce_gradients=reduce_gradients)
+    )
+    cost = count_program(parse_program(case.hlo), dict(case.mesh.shape))
+    return sum(use.count for use in cost.collectives if use.kind in SUMS and axis in use.axis)
+
+
+def test_gradients_are_reduced_once_a_step_and_not_once_a_micro_step():
+    few, many = num_sums(2, "step", ""), num_sums(4, "step", "")
+    assert few == many > 0
+
+
+def test_gradients_reduced_every_micro_step_are_reduced_over_data_once():
+    few, many = num_sums(2, "micro_step", "data"), num_sums(4, "micro_step", "data")
+    assert few == many > 0
+    assert num_sums(4, "micro_step", "fsdp") > num_sums(2, "micro_step", "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
+def test_a_tpu_program_gathers_no_experts_and_sums_gradients_once(tmp_path):
+    devices = topology_devices("v5p:2x2x1")
+    sums = []
+    for num_micro_steps in (2, 4):
+        config = tiny_run(
+            tmp_path,
+            "mesh.fsdp=2",
+            "mesh.expert=2",
+            "optimizer.name=adamw",
+            "batch.num_rows=16",
+            f"batch.gradient_accumulation_steps={num_micro_steps}",
+        )
+        step = compile_step(config, devices)
+        program = parse_program(step.compiled.as_text())
+        cost = count_program(program, dict(step.mesh.shape))
+        assert {use.kind for use in cost.collectives} >= {"ragged-all-to-all"}
+        moe = config.model.moe
+        whole = moe.num_experts * moe.moe_intermediate_size * config.model.hidden_size
+        expert_gathers = [
+            s.dims
+            for instruction, _ in gathers(program)
+            for s in instruction.shapes
+            if s.num_elements >= whole and moe.num_experts in s.dims and moe.moe_intermediate_size in s.dims
+        ]
+        assert not expert_gathers
+        sums.append(sum(use.count for use in cost.collectives if use.kind in SUMS))
+    assert sums[0] == sums[1] > 0
