@@ -31,7 +31,7 @@ BASE = {
     "eos_token_id": 1,
 }
 
-# name -> (config changes, rows, positions, padding side or None, layout)
+# name -> (config changes, rows, positions, padding ("left", "right", "ragged") or None, layout)
 CASES = {
     "mtp2_hub": ({"num_mtp_layers": 2}, 2, 11, None, "hub"),
     "mtp3_qlora": (
@@ -122,4 +122,56 @@ CASES = {
     "one_token": ({}, 2, 1, None, "hub"),
     "long": ({"num_hidden_layers": 2, "rope_theta": 10000.0}, 1, 200, "right", "hub"),
     "topk1": ({"num_experts_per_tok": 1, "n_group": 2, "topk_group": 1}, 2, 9, None, "save_pretrained"),
+    "ragged_mtp2": ({"num_mtp_layers": 2, "q_lora_rank": 7}, 5, 21, "ragged", "hub"),
+    "ragged_softplus": (
+        {"kda_safe_gate": False, "rms_norm_eps": 1e-4, "num_hidden_layers": 3, "layer_group_size": 3},
+        4,
+        130,
+        "ragged",
+        "save_pretrained",
+    ),
+    "large_heads": (
+        {
+            "hidden_size": 48,
+            "head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 48,
+            "num_mtp_layers": 1,
+        },
+        2,
+        70,
+        "left",
+        "hub",
+    ),
+    "many_experts": (
+        {
+            "num_local_experts": 32,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+        2,
+        33,
+        None,
+        "hub",
+    ),
+    "mixers_in_any_order": (
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+            ],
+        },
+        2,
+        20,
+        "right",
+        "save_pretrained",
+    ),
 }

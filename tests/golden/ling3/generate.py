@@ -58,16 +58,23 @@ def make_case(out, name, changes, rows, length, pad, layout, seed):
     model.model.rotary_emb = modeling.BailingHybridRotaryEmbedding(config)
 
     ids = torch.randint(0, config.vocab_size, (rows, length))
-    mask = torch.ones(rows, length, dtype=torch.long)
-    if pad is not None:
-        keep = max(length // 2, 1)
-        mask[-1, slice(keep, None) if pad == "right" else slice(0, length - keep)] = 0
+    mask = attention_mask(rows, length, pad)
     ids = ids * mask
     labels = torch.where((mask == 1) & (torch.rand(rows, length) > 0.1), ids, torch.full_like(ids, -100))
-    if pad == "left":
-        labels[-1, length - max(length // 2, 1)] = -100
+    # otherwise the library scores a row's first token from the last padding position
+    labels[(mask.cumsum(1) == 1) & (mask == 1) & (mask[:, :1] == 0)] = -100
     expected, losses = run(model, mtp, ids, mask, labels)
     write(out / name, config, model, mtp, ids, mask, labels, expected, losses, layout, name, seed)
+
+
+def attention_mask(rows, length, pad):
+    """1 at real positions. "left", "right": half of the last row; "ragged": each row its length, sides in turns."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows) if pad == "ragged" else [rows - 1] if pad else []:
+        keep = max(length * (row + 1) // (rows + 1) if pad == "ragged" else length // 2, 1)
+        is_left = pad == "left" or (pad == "ragged" and row % 2 == 0)
+        mask[row, slice(0, length - keep) if is_left else slice(keep, None)] = 0
+    return mask
 
 
 def randomize(key, tensor):
