@@ -165,7 +165,11 @@ def state_bytes(config: Config, mesh: Mesh) -> tuple[int, int]:
 def _abstract_batch(config: Config, mesh: Mesh) -> Batch:
     shape = (config.batch.num_rows, config.batch.num_positions)
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    # Any: a batch of shapes stands for a batch of arrays.
-    numbers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
-    return Batch(tokens=numbers, targets=numbers, loss_mask=flags, segment_ids=numbers, positions=numbers)
+
+    def make() -> Batch:
+        numbers, flags = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)
+        return Batch(tokens=numbers, targets=numbers, loss_mask=flags, segment_ids=numbers, positions=numbers)
+
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(make)
+    )
