@@ -31,6 +31,7 @@ from ._parallel import cut_axes as cut_axes
 from ._parallel import cut_dimension as cut_dimension
 from ._parallel import is_expert as is_expert
 from ._parallel import looks_up as looks_up
+from ._parallel import sum_scattered as sum_scattered
 from ._param import ParamSpec as ParamSpec
 from ._param import param_specs as param_specs
 from ._qk_clip import clip_factors as clip_factors

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from model import Cut, Parallel, ParamSpec, cut_axes, cut_dimension, looks_up
+from model import Cut, Parallel, ParamSpec, cut_axes, cut_dimension, looks_up, sum_scattered
 
 from ._mesh import MESH_AXES, TENSOR
 
@@ -94,12 +94,12 @@ def reduce_gradient(
         kept = {name for _, names in _cuts(partition) for name in names}
         axis, cut = _gathered(layout, spec)
         if is_whole and axis is not None:
-            grad = jax.lax.psum_scatter(grad, cut, scatter_dimension=axis, tiled=True)
+            grad = sum_scattered(grad, axis, cut, layout.parallel)
         left = [name for name in layout.summed_axes if name not in kept]
         for axis, names in _cuts(wanted):
             new = tuple(name for name in names if name in left)
             if new:
-                grad = jax.lax.psum_scatter(grad, new, scatter_dimension=axis, tiled=True)
+                grad = sum_scattered(grad, axis, new, layout.parallel)
                 left = [name for name in left if name not in new]
         return jax.lax.psum(grad, tuple(left)).astype(jnp.float32) if left else grad.astype(jnp.float32)
 
