@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._hlo_bytes import moved_bytes
 from ._hlo_parse import Instruction, Program, Shape, run_counts
 
 COLLECTIVES = (
@@ -21,30 +22,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Move no data by themselves, or are counted where their parts are.
-_FREE = frozenset(
-    {
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        "call",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "async-start",
-        "async-update",
-        "async-done",
-        "iota",
-        "domain",
-        "add-dependency",
-    }
-)
-
 # (instruction, shapes of its operands) -> FLOPs of a kernel; None for a kernel it does not know.
 KernelFlops = Callable[[Instruction, list[Shape]], int | None]
 
@@ -117,7 +94,7 @@ def count_program(
                     label = _kernel_name(instruction)
                     unknown[label] = unknown.get(label, 0) + times
             if name not in fused:
-                num_bytes += times * _moved_bytes(program, instruction, operands)
+                num_bytes += times * moved_bytes(program, instruction, operands)
             kind = _collective_kind(instruction, name)
             if kind is not None:
                 use = collectives.setdefault((kind, _axes(instruction, mesh_shape)), [0, 0, 0])
@@ -182,43 +159,6 @@ def _window_pairs(attributes: str, index: int, size: int, window: int, result: i
     for k in range(window):
         at = starts + k * right_dilation
         total += int(np.sum((at >= 0) & (at <= (size - 1) * left_dilation) & (at % left_dilation == 0)))
-    return total
-
-
-def _moved_bytes(program: Program, instruction: Instruction, operands: list[Shape]) -> int:
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-        return 0
-    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * instruction.num_bytes
-    if instruction.opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * (operands[1].num_bytes if len(operands) > 1 else 0)
-    if instruction.opcode != "fusion":
-        return instruction.num_bytes + sum(s.num_bytes for s in operands)
-    body = next((program.computations[t] for kind, t in instruction.called() if kind == "calls"), ())
-    return _fusion_bytes(body, instruction)
-
-
-def _fusion_bytes(body: tuple[Instruction, ...], fusion: Instruction) -> int:
-    """Parameters read in slices count their slices; results written in place count what is written."""
-    by_name = {i.name: i for i in body}
-    total = 0
-    for parameter in (i for i in body if i.opcode == "parameter"):
-        users = [i for i in body if parameter.name in i.operands]
-        sliced = [u for u in users if u.opcode in ("dynamic-slice", "slice", "gather")]
-        updated = [u for u in users if u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.name]
-        if users and len(sliced) + len(updated) == len(users):
-            total += sum(u.num_bytes for u in sliced)
-        else:
-            total += parameter.num_bytes
-    root = next((i for i in body if i.is_root), None)
-    results = (
-        [by_name[o] for o in root.operands if o in by_name] if root and root.opcode == "tuple" else [root]
-    )
-    for result in results:
-        if result is None:
-            return total + fusion.num_bytes
-        is_update = result.opcode == "dynamic-update-slice" and result.operands[1] in by_name
-        total += by_name[result.operands[1]].num_bytes if is_update else result.num_bytes
     return total
 
 

@@ -28,7 +28,7 @@ BITS = {
     "token": 0,
     "opaque": 0,
 }
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\]")
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _CALLED = re.compile(
@@ -48,10 +48,12 @@ class Shape:
     Attributes:
         dtype: XLA's name of the element type.
         dims: Sizes.
+        is_in_main_memory: False in a faster or a foreign memory, such as a TPU's VMEM.
     """
 
     dtype: str
     dims: tuple[int, ...]
+    is_in_main_memory: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -190,14 +192,17 @@ def _instruction(line: str) -> Instruction | None:
     if opcode is None:
         return None
     operands, attributes = _split_operands(rest[opcode.end() :])
-    if opcode.group(0) == "constant":
+    # What is in the brackets of these two is no operand but the value, or the number of the parameter.
+    if opcode.group(0) in ("constant", "parameter"):
         attributes = operands + ")" + attributes
     return Instruction(
         name=start.group(2),
         opcode=opcode.group(0),
         shapes=tuple(
-            Shape(dtype, tuple(int(n) for n in re.findall(r"\d+", dims)))
-            for dtype, dims in _SHAPE.findall(kind)
+            Shape(
+                dtype, tuple(int(n) for n in re.findall(r"\d+", dims)), re.search(r"S\([1-9]", layout) is None
+            )
+            for dtype, dims, layout in _SHAPE.findall(kind)
         ),
         operands=tuple(_OPERAND.findall(operands)),
         attributes=attributes,

@@ -184,3 +184,35 @@ def test_text_without_an_entry_is_refused():
 def test_memory_that_the_compiler_asked_for_in_vain_is_read():
     assert needed_bytes("Ran out: Used 120.50G of 95.74G hbm. Exceeded") == int(120.5 * 2**30)
     assert needed_bytes("other") is None
+
+
+def test_bytes_count_the_slice_that_a_nested_fusion_reads_and_nothing_in_fast_memory():
+    program = parse_program(
+        """HloModule m
+
+%inner (a: f32[64,8], i: s32[]) -> f32[1,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  %z = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,8}
+}
+
+%outer (b: f32[64,8], j: s32[], near: f32[1,8]) -> f32[1,8] {
+  %b = f32[64,8]{1,0:T(8,128)} parameter(0)
+  %j = s32[]{:T(128)S(6)} parameter(1)
+  %near = f32[1,8]{1,0:T(8,128)S(1)} parameter(2)
+  %view = f32[64,8]{1,0} bitcast(%b)
+  %one = f32[1,8]{1,0} fusion(%view, %j), kind=kLoop, calls=%inner
+  ROOT %sum = f32[1,8]{1,0} add(%one, %near)
+}
+
+ENTRY %main (x: f32[64,8], k: s32[], near: f32[1,8]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %y = f32[1,8]{1,0:S(1)} parameter(2)
+  ROOT %out = f32[1,8]{1,0} fusion(%x, %k, %y), kind=kLoop, calls=%outer
+}
+"""
+    )
+    row = 8 * 4
+    assert count_program(program, {"data": 1}).num_bytes == row + row  # the slice is read, the result written

@@ -1,0 +1,103 @@
+"""Bytes that an operation of a compiled program moves."""
+
+from collections.abc import Sequence
+
+from ._hlo_parse import Instruction, Program, Shape
+
+# Move no data by themselves, or are counted where their parts are.
+_FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "async-start",
+        "async-update",
+        "async-done",
+        "iota",
+        "domain",
+        "add-dependency",
+    }
+)
+
+
+def moved_bytes(program: Program, instruction: Instruction, operands: list[Shape]) -> int:
+    """Bytes that one execution reads from and writes to main memory, a fusion seen as one operation."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        return 0
+    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * _main_bytes(instruction.shapes)
+    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+        return 2 * _main_bytes(operands[1:2])
+    if instruction.opcode in ("copy-start", "slice-start"):
+        # The result holds the target, the source and a token.
+        source, target = operands[:1], instruction.shapes[:1]
+        size = min(s.num_bytes for s in (*source, *target)) if source and target else 0
+        return size * sum(s.is_in_main_memory for s in (*source, *target))
+    if instruction.opcode != "fusion":
+        return _main_bytes(instruction.shapes) + _main_bytes(operands)
+    body = _body(program, instruction)
+    read = sum(_read_bytes(program, body, i) for i in body if i.opcode == "parameter")
+    return read + _written_bytes(program, body, instruction.shapes)
+
+
+def _main_bytes(shapes: Sequence[Shape]) -> int:
+    return sum(shape.num_bytes for shape in shapes if shape.is_in_main_memory)
+
+
+def _body(program: Program, fusion: Instruction) -> tuple[Instruction, ...]:
+    return next((program.computations[t] for kind, t in fusion.called() if kind == "calls"), ())
+
+
+def _read_bytes(program: Program, body: Sequence[Instruction], value: Instruction) -> int:
+    """Bytes of `value`, a parameter of a fusion or a view of one, that are read; slices where only those are."""
+    if not _main_bytes(value.shapes):
+        return 0
+    total = 0
+    for user in (i for i in body if value.name in i.operands):
+        is_first = user.operands[0] == value.name
+        if user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
+            total += user.num_bytes
+        elif user.opcode == "bitcast":
+            total += _read_bytes(program, body, user)
+        elif user.opcode == "fusion":
+            inside = _body(program, user)
+            numbers = {str(n) for n, name in enumerate(user.operands) if name == value.name}
+            total += sum(
+                _read_bytes(program, inside, i)
+                for i in inside
+                if i.opcode == "parameter" and i.attributes.split(")")[0] in numbers
+            )
+        elif not (user.opcode == "dynamic-update-slice" and is_first):
+            return value.num_bytes
+    return min(total, value.num_bytes)
+
+
+def _written_bytes(program: Program, body: Sequence[Instruction], shapes: Sequence[Shape]) -> int:
+    """Bytes of the results of a fusion, only what is new where a result is written in place."""
+    by_name = {i.name: i for i in body}
+    root = next((i for i in body if i.is_root), None)
+    results = [root] if root is None or root.opcode != "tuple" else [by_name.get(o) for o in root.operands]
+    if len(results) != len(shapes):
+        return _main_bytes(shapes)
+    total = 0
+    for result, shape in zip(results, shapes, strict=True):
+        while result is not None and result.opcode == "bitcast":
+            result = by_name.get(result.operands[0])
+        if result is None or not shape.is_in_main_memory:
+            total += _main_bytes((shape,))
+        elif result.opcode == "dynamic-update-slice" and result.operands[1] in by_name:
+            total += by_name[result.operands[1]].num_bytes
+        elif result.opcode == "fusion":
+            total += _written_bytes(program, _body(program, result), result.shapes)
+        else:
+            total += shape.num_bytes
+    return total
