@@ -31,6 +31,7 @@ SLOW_FILES = frozenset(
         "train/test_loop.py",
         "train/test_resume.py",
         "train/test_step.py",
+        "train/test_step_hlo.py",
         "train/test_step_meshes.py",
     }
 )

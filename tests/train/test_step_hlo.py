@@ -57,9 +57,11 @@ def test_weights_are_gathered_layer_by_layer_inside_the_scan(gathered_weights):
         if any(shape.num_elements == ALL_EXPERTS for shape in instruction.shapes)
     ]
     assert largest_gather(gathered_weights) == ALL_EXPERTS  # never those of several layers at once
-    assert max(of_experts) == NUM_SCANNED
     # Gate, up and down of every layer forward; gate, up and down again in the backward pass.
-    assert sum(of_experts) == 2 * 3 * (NUM_SCANNED + 1)  # the MTP depth has experts too
+    in_scan = [times for times in of_experts if times > 1]
+    assert in_scan == [NUM_SCANNED] * 6
+    # The MTP depth has experts too, once and outside the scan: jax 0.10 compiles its two gathers to one.
+    assert len(of_experts) - len(in_scan) in (3, 6)
 
 
 def num_sums(num_micro_steps: int, reduce_gradients: str, axis: str) -> int:
