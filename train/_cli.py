@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full or lost disk: what was saved before is whole
         where = f" {error.filename!r}" if error.filename else ""
         print(
-            f"error: cannot read or write{where}: {error.strerror}; mend it and run the same command again",
+            f"error: cannot read or write{where}: {error.strerror or error}; mend it and run the same command again",
             file=sys.stderr,
         )
         return 1

@@ -53,11 +53,6 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / CHECKPOINT_FOLDER
-
     def write_config(self, text: str) -> None:
         """Writes the resolved configuration."""
         (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")

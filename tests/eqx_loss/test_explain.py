@@ -58,6 +58,7 @@ def test_what_accumulation_is_said_to_change_it_changes(text):
         for n in (1, 2)
     )
     terms = _terms(semantics)
+    # 1e-6: float32 quotients of small counts.
     for name in ("lm", "mtp"):
         same = np.allclose(getattr(one, f"{name}_objective"), getattr(two, f"{name}_objective"), rtol=1e-6)
         assert same == (terms[name].accumulation == NOTHING), name
@@ -73,6 +74,7 @@ def test_what_the_micro_batch_size_is_said_to_change_it_changes(release, per_tok
         terms = _terms(semantics)
     for name in ("lm", "mtp"):
         field = f"{name}_objective"
+        # 1e-6: float32 quotients of small counts.
         same = np.allclose(getattr(weights[0], field), getattr(weights[1], field), rtol=1e-6)
         assert same == (terms[name].micro_batch_size == NOTHING), name
 

@@ -342,6 +342,7 @@ def test_logs_of_one_framework_are_refused_to_another():
 
 def test_hugging_face_without_auxiliary_terms_needs_no_layout():
     weights = loss_weights(jnp.asarray(MASKS != 0), LossSemantics.hf_trainer())
+    # 1e-6: one float32 quotient
     np.testing.assert_allclose(weights.lm_objective, MASKS / MASKS.sum(), rtol=1e-6)
 
 

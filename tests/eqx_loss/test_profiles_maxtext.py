@@ -141,4 +141,5 @@ def test_maxtext_0_2_5_weighs_load_balance_by_the_tokens_of_the_micro_step():
     tokens = MASKS.sum(1)
     share = np.array([tokens[[0, 2]].sum(), tokens[[1, 3]].sum()]) / tokens.sum()
     expected = np.array([share[0], share[1], share[0], share[1]]) / 2 / 8
+    # 1e-6: a few float32 quotients
     np.testing.assert_allclose(weights.load_balance_objective, expected, rtol=1e-6)
