@@ -202,8 +202,8 @@ MUTATIONS = (
         kind="vocab_parallel",
         bug="a score that is whole already is added once more for every shard",
         file="eqx_loss/_linear_xent_tile.py",
-        old="hit = columns.ids == targets[..., None]",
-        new="hit = columns.ids % cut.num_columns == targets[..., None] % cut.num_columns",
+        old="place = targets - columns.ids[0]",
+        new="place = (targets - columns.ids[0]) % cut.num_columns",
         tests=_MESH,
     ),
     Mutation(
