@@ -35,7 +35,8 @@ class Workload:
         num_columns: Columns of this device.
         num_token_tiles: Token tiles of all heads.
         operand_bytes: Bytes of one operand of the products.
-        accumulator_bytes: Bytes of one accumulator.
+        sum_bytes: Bytes of one number of the gradient of `unembed` while it grows.
+        score_bytes: Bytes of one kept score.
         num_products: Products of the tiled path.
         cuts_vocabulary: Whether other devices hold other columns.
         wide_floats: Whether the arguments are float64.
@@ -46,7 +47,8 @@ class Workload:
     num_columns: int
     num_token_tiles: int
     operand_bytes: int
-    accumulator_bytes: int
+    sum_bytes: int
+    score_bytes: int
     num_products: int
     cuts_vocabulary: bool
     wide_floats: bool
@@ -117,10 +119,10 @@ def tiled_seconds(work: Workload, chip: tuple[float, float]) -> float:
     """Roofline of the tiled path: its products, or its traffic to and from memory."""
     rate, bandwidth = chip
     matrix = work.width * work.num_columns
-    per_tile = matrix * (2 * work.operand_bytes + 2 * work.accumulator_bytes)
+    per_tile = matrix * (2 * work.operand_bytes + 2 * work.sum_bytes)
     # Kept logits are written once, and read by each of the two products of the gradient.
     passes = 3 if work.num_products == 3 else 0
-    logits = passes * work.num_tokens * work.num_columns * work.accumulator_bytes
+    logits = passes * work.num_tokens * work.num_columns * work.score_bytes
     flops = 2 * work.num_products * work.num_tokens * matrix
     return max(flops / rate, (work.num_token_tiles * per_tile + logits) / bandwidth)
 

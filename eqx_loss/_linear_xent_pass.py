@@ -6,11 +6,14 @@ scored costs nothing, and the loops inside a tile keep fixed lengths.
 
 from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ._linear_xent_tile import Norm, TileLoss, TokenTile, VocabCut, repeat, tile_gradient, tile_loss
+from ._linear_xent_cut import VocabCut
+from ._linear_xent_narrow import KeptScores, Sum, no_scores, no_sum, write_sum
+from ._linear_xent_tile import Norm, TileLoss, TokenTile, repeat, tile_gradient, tile_loss
 from ._linear_xent_types import XentRules
 
 
@@ -36,15 +39,15 @@ class Losses(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the accumulation type."""
+    """Gradients in the accumulation type: hidden [M, B, S, D], unembed [D, V]."""
 
-    hidden: Float[Array, "M B S D"]
-    unembed: Float[Array, "D V"]
+    hidden: Sum
+    unembed: Sum
 
 
 # Losses, gradients, and one buffer for the kept scores of whichever tile is visited: a buffer made
 # anew for each tile would be cleared for each.
-Carried = tuple[Losses, Gradients, Array | None]
+Carried = tuple[Losses, Gradients, KeptScores | None]
 
 
 class TokenCut(NamedTuple):
@@ -94,7 +97,7 @@ def fused_pass(
         hidden, total = tile_gradient(tile, unembed, loss.norm, kept, gradients.unembed, rules, cut)
         return losses, _write_hidden(gradients, hidden, total, index, token_cut, cut), kept
 
-    start = (_no_losses(tokens), _no_gradients(tokens, unembed), _no_scores(tokens, token_cut, cut))
+    start = (_no_losses(tokens), no_gradients(tokens, unembed, cut), _no_scores(tokens, token_cut, cut))
     losses, gradients, _ = repeat(count, visit, start, expected=len(order))
     rest, rest_count = _visits(tokens.scored, token_cut, except_for=weighted)
 
@@ -133,6 +136,15 @@ def gradient_pass(
         return _write_hidden(gradients, hidden, total, index, token_cut, cut)
 
     return repeat(count, visit, start, expected=len(order) if is_usual else 0)
+
+
+def no_gradients(tokens: Tokens, unembed: Float[Array, "D V"], cut: VocabCut) -> Gradients:
+    """Gradients of nothing, in the form that a pass adds to."""
+    dtype = cut.accumulator_dtype
+    return Gradients(
+        hidden=no_sum(tokens.hidden.shape, dtype, split=cut.split_hidden),
+        unembed=no_sum(unembed.shape, dtype, split=cut.split_unembed),
+    )
 
 
 def num_token_tiles(num_positions: int, tile_size: int) -> int:
@@ -245,17 +257,19 @@ def _write_losses(losses: Losses, loss: TileLoss, index: Int[Array, ""], token_c
 def _write_hidden(
     gradients: Gradients,
     hidden: Float[Array, "B S D"],
-    unembed: Float[Array, "D V"],
+    unembed: Sum,
     index: Int[Array, ""],
     token_cut: TokenCut,
     cut: VocabCut,
 ) -> Gradients:
     if token_cut.travel_axes:
         hidden = cast(Array, lax.psum_scatter(hidden, token_cut.travel_axes, scatter_dimension=1, tiled=True))
+    positions = jax.tree.leaves(gradients.hidden)[0].shape[2]
     rest = tuple(axis for axis in cut.axes if axis not in token_cut.travel_axes)
     if rest:
         hidden = cast(Array, lax.psum(hidden, rest))
-    return Gradients(hidden=_write(gradients.hidden, hidden, index, token_cut), unembed=unembed)
+    head, start, _ = _place(index, positions, token_cut)
+    return Gradients(hidden=write_sum(gradients.hidden, hidden[None], (head, 0, start, 0)), unembed=unembed)
 
 
 def _no_losses(tokens: Tokens) -> Losses:
@@ -263,14 +277,9 @@ def _no_losses(tokens: Tokens) -> Losses:
     return Losses(xent=zero, log_partition=zero)
 
 
-def _no_gradients(tokens: Tokens, unembed: Float[Array, "D V"]) -> Gradients:
-    dtype = tokens.xent_weight.dtype
-    return Gradients(hidden=jnp.zeros(tokens.hidden.shape, dtype), unembed=jnp.zeros(unembed.shape, dtype))
-
-
-def _no_scores(tokens: Tokens, token_cut: TokenCut, cut: VocabCut) -> Float[Array, "N B S X"] | None:
+def _no_scores(tokens: Tokens, token_cut: TokenCut, cut: VocabCut) -> KeptScores | None:
     if not cut.keep_logits:
         return None
     positions = token_cut.tile_size * token_cut.num_travel
     shape = (cut.num_tiles, tokens.targets.shape[1], positions, cut.tile_size)
-    return jnp.zeros(shape, cut.accumulator_dtype)
+    return no_scores(shape, cut.accumulator_dtype, narrow=cut.narrow_scores)

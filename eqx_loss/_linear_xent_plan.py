@@ -6,9 +6,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from ._linear_xent_cut import VocabCut
 from ._linear_xent_dispatch import Workload, choose
 from ._linear_xent_pass import TokenCut, num_token_tiles
-from ._linear_xent_tile import VocabCut
 from ._linear_xent_tiling import TileSizes, tile_sizes
 from ._linear_xent_types import (
     AUTO_EXECUTION,
@@ -88,10 +88,16 @@ def explain_linear_cross_entropy(
     token_axes = () if sharding is None else (*sharding.rows, *sharding.positions)
     travel = tuple(axis for axis in axes if axis in token_axes)
     num_travel = 1 if sharding is None else sharding.size(travel)
-    sizes = tile_sizes(
-        rows, positions, (unembed.shape[0], num_columns), num_travel, accumulator, backend, execution
-    )
     operand = _operand_dtype(hidden, unembed, accumulator, backend, execution)
+    on_tpu = backend == "tpu" and accumulator == jnp.float32
+    # A soft cap's slope needs the score itself, to more digits than the steps have.
+    narrow = on_tpu and operand == jnp.bfloat16 and rules.logit_soft_cap is None
+    # On a mesh the sums are reduced over devices as float32 before they are cast.
+    splits = on_tpu and sharding is None
+    score_bytes = 2 if narrow else accumulator.itemsize
+    sizes = tile_sizes(
+        rows, positions, (unembed.shape[0], num_columns), num_travel, score_bytes, backend, execution
+    )
     vocab_cut = VocabCut(
         num_columns=num_columns,
         tile_size=sizes.columns,
@@ -99,6 +105,9 @@ def explain_linear_cross_entropy(
         axes=axes,
         num_shards=num_shards,
         keep_logits=sizes.keep_logits,
+        narrow_scores=narrow and sizes.keep_logits,
+        split_hidden=splits and hidden.dtype == jnp.bfloat16,
+        split_unembed=splits and unembed.dtype == jnp.bfloat16,
         operand_dtype=operand,
         accumulator_dtype=accumulator,
         row_major_gradient=backend == "tpu",
@@ -111,7 +120,8 @@ def explain_linear_cross_entropy(
         num_columns=num_columns,
         num_token_tiles=num_heads * num_tiles,
         operand_bytes=operand.itemsize,
-        accumulator_bytes=accumulator.itemsize,
+        sum_bytes=3 if vocab_cut.split_unembed else accumulator.itemsize,
+        score_bytes=score_bytes,
         num_products=3 if sizes.keep_logits else 4,
         cuts_vocabulary=num_shards > 1,
         wide_floats=accumulator == jnp.float64,
@@ -127,16 +137,17 @@ def explain_linear_cross_entropy(
         num_token_tiles=num_tiles,
         sharding=sharding,
         residency=residency,
-        logits_bytes=_logits_size(rows, num_travel, sizes, vocab_cut) * accumulator.itemsize,
-        gradient_bytes=unembed.shape[0] * num_columns * accumulator.itemsize,
+        logits_bytes=_logits_bytes(rows, num_travel, sizes, vocab_cut),
+        gradient_bytes=unembed.shape[0] * num_columns * work.sum_bytes,
         num_products=work.num_products,
     )
 
 
-def _logits_size(rows: int, num_travel: int, sizes: TileSizes, vocab_cut: VocabCut) -> int:
-    """Numbers of the largest buffer with a token and a vocabulary dimension."""
+def _logits_bytes(rows: int, num_travel: int, sizes: TileSizes, cut: VocabCut) -> int:
+    """Bytes of the largest buffer with a token and a vocabulary dimension."""
     tokens = (rows if sizes.keep_rows else 1) * sizes.positions * num_travel
-    return tokens * sizes.columns * (vocab_cut.num_tiles if sizes.keep_logits else 1)
+    numbers = tokens * sizes.columns * (cut.num_tiles if sizes.keep_logits else 1)
+    return numbers * (2 if cut.narrow_scores else cut.accumulator_dtype.itemsize)
 
 
 def _token_shape(

@@ -14,12 +14,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from ._linear_xent_narrow import Sum, reshape_sum, whole_sum
 from ._linear_xent_pass import Gradients, Losses, Tokens, fused_pass, gradient_pass, loss_pass
 from ._linear_xent_plan import XentPlan
 from ._linear_xent_types import XentRules, XentSharding
 
 # Gradients of hidden and unembed; a plain tuple, for the specs of `shard_map`.
-Pair = tuple[Array, Array]
+Pair = tuple[Sum, Sum]
 
 
 def losses_on_devices(
@@ -72,7 +73,7 @@ def gradient_on_devices(
         own = _enter(unembed, plan)
         flat = Tokens(*(_flatten(part, plan) for part in tokens))
         if plan.sharding is None:
-            begin = Gradients(hidden=_flatten(start[0], plan), unembed=start[1])
+            begin = Gradients(hidden=reshape_sum(start[0], flat.hidden.shape), unembed=start[1])
         else:
             dtype = plan.vocab_cut.accumulator_dtype
             begin = Gradients(hidden=jnp.zeros(flat.hidden.shape, dtype), unembed=jnp.zeros(own.shape, dtype))
@@ -81,7 +82,9 @@ def gradient_on_devices(
             flat, known, own, begin, rules, plan.token_cut, plan.vocab_cut, is_usual=is_usual
         )
         hidden, total = _leave(gradients, tokens, plan)
-        return (hidden, total) if plan.sharding is None else (start[0] + hidden, start[1] + total)
+        if plan.sharding is None:
+            return hidden, total
+        return whole_sum(start[0]) + whole_sum(hidden), whole_sum(start[1]) + whole_sum(total)
 
     mapped = _map(body, plan, "ttug", "g")
     return Gradients(*mapped(tokens, log_partition, unembed, tuple(start)))
@@ -134,11 +137,11 @@ def _enter(unembed: Float[Array, "D V"], plan: XentPlan) -> Array:
 
 def _leave(gradients: Gradients, tokens: Tokens, plan: XentPlan) -> Pair:
     """Gradients summed over the devices that hold other tokens, laid out as the arguments."""
-    hidden = gradients.hidden.reshape(tokens.hidden.shape)
+    hidden = reshape_sum(gradients.hidden, tokens.hidden.shape)
     sharding = plan.sharding
     if sharding is None:
         return hidden, gradients.unembed
-    unembed = gradients.unembed
+    unembed = whole_sum(gradients.unembed)
     pending = [
         axis for axis in (*sharding.rows, *sharding.positions) if axis not in plan.token_cut.travel_axes
     ]

@@ -6,7 +6,6 @@ With scores `x = hidden @ unembed` (soft-capped), `p = softmax(x)`, smoothing `e
     d(a xent + b logsumexp^2) / dx = p (a + 2 b logsumexp) - a ((1 - e) onehot(target) + e / C)
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,52 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import layout
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
+from ._linear_xent_cut import ColumnTile, VocabCut, column_tile, slice_columns
+from ._linear_xent_narrow import KeptScores, Sum, add_to_columns, keep_scores, narrow_shares
 from ._linear_xent_types import XentRules
 
 Carry = TypeVar("Carry")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabCut:
-    """Static description of the columns that one device holds and of their tiles.
-
-    Attributes:
-        num_columns: Columns of this device.
-        tile_size: Columns of a tile; the last tile starts early when it would run over.
-        num_classes: Real classes of the whole vocabulary; columns from there on are padding.
-        axes: Mesh axes that cut the vocabulary, outermost first; empty outside a mesh.
-        num_shards: Devices along `axes`.
-        keep_logits: Whether the scores of a token tile are kept for its gradient.
-        operand_dtype: Type of the operands of the matrix products.
-        accumulator_dtype: Type of scores, losses and gradients before the last cast.
-        row_major_gradient: Whether to fix the layout of the gradient of `unembed`: left alone, the
-            compiler for TPU v6e transposes it, and back at the end through a second copy.
-        gather_targets: Whether target scores are gathered, one a token, instead of summed under a
-            comparison: cheaper on a CPU, where the comparison is one more pass over the tile.
-    """
-
-    num_columns: int
-    tile_size: int
-    num_classes: int
-    axes: tuple[str, ...]
-    num_shards: int
-    keep_logits: bool
-    operand_dtype: jnp.dtype
-    accumulator_dtype: jnp.dtype
-    row_major_gradient: bool
-    gather_targets: bool
-
-    @property
-    def num_tiles(self) -> int:
-        """Vocabulary tiles of this device."""
-        return -(-self.num_columns // self.tile_size)
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether some column of the whole vocabulary is no class."""
-        return self.num_classes < self.num_columns * self.num_shards
 
 
 class TokenTile(NamedTuple):
@@ -75,14 +35,6 @@ class TokenTile(NamedTuple):
     fresh: Bool[Array, "B S"]
     xent_weight: Float[Array, "B S"]
     z_weight: Float[Array, "B S"]
-
-
-class ColumnTile(NamedTuple):
-    """Columns of one vocabulary tile: where they start here, their global ids, which count."""
-
-    start: Int[Array, ""]
-    ids: Int[Array, " X"]
-    counted: Bool[Array, " X"] | None
 
 
 class ScoreSums(NamedTuple):
@@ -116,23 +68,25 @@ class Norm(NamedTuple):
 def tile_loss(
     tile: TokenTile,
     unembed: Float[Array, "D V"],
-    kept: Float[Array, "N B S X"] | None,
+    kept: KeptScores | None,
     rules: XentRules,
     cut: VocabCut,
-) -> tuple[TileLoss, Float[Array, "N B S X"] | None]:
+) -> tuple[TileLoss, KeptScores | None]:
     """Cross-entropy and log-partition of a token tile; its scores replace those in `kept`, if given."""
     dtype = cut.accumulator_dtype
     shape = tile.targets.shape
 
     def add_columns(
-        j: Int[Array, ""], carry: tuple[ScoreSums, Array | None]
-    ) -> tuple[ScoreSums, Array | None]:
+        j: Int[Array, ""], carry: tuple[ScoreSums, KeptScores | None]
+    ) -> tuple[ScoreSums, KeptScores | None]:
         sums, kept = carry
         columns = column_tile(j, cut)
         scores = tile_scores(tile.hidden, slice_columns(unembed, columns, cut), rules, cut)
+        counted = scores if columns.counted is None else jnp.where(columns.counted, scores, -jnp.inf)
+        peak = jnp.max(counted, axis=-1)
         if kept is not None:
-            kept = cast(Array, lax.dynamic_update_index_in_dim(kept, scores, j, 0))
-        return _add_scores(sums, scores, columns, tile.targets, cut), kept
+            kept = keep_scores(kept, scores, peak, j)
+        return _add_scores(sums, scores, counted, peak, columns, tile.targets, cut), kept
 
     start = ScoreSums(
         peak=jnp.full(shape, float(np.finfo(dtype).min), dtype),
@@ -148,11 +102,11 @@ def tile_gradient(
     tile: TokenTile,
     unembed: Float[Array, "D V"],
     norm: Norm,
-    kept: Float[Array, "N B S X"] | None,
-    unembed_gradient: Float[Array, "D V"],
+    kept: KeptScores | None,
+    unembed_gradient: Sum,
     rules: XentRules,
     cut: VocabCut,
-) -> tuple[Float[Array, "B S D"], Float[Array, "D V"]]:
+) -> tuple[Float[Array, "B S D"], Sum]:
     """Gradient of `hidden` from this device's columns, and `unembed_gradient` plus this tile's part."""
     dtype = cut.accumulator_dtype
     weighted = (tile.xent_weight != 0) | (tile.z_weight != 0)
@@ -160,15 +114,18 @@ def tile_gradient(
     own = jnp.where((weighted & tile.fresh)[..., None], tile.hidden, 0)
     own = jnp.moveaxis(own, -1, 0)
 
-    def add_columns(j: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_columns(j: Int[Array, ""], carry: tuple[Array, Sum]) -> tuple[Array, Sum]:
         hidden_gradient, total = carry
         columns = column_tile(j, cut)
         block = slice_columns(unembed, columns, cut)
         if kept is None:
             scores = tile_scores(tile.hidden, block, rules, cut)
         else:
-            scores = cast(Array, lax.dynamic_index_in_dim(kept, j, 0, keepdims=False))
-        slope = _score_gradient(scores, norm, columns, tile, weighted, rules, cut)
+            scores = cast(Array, lax.dynamic_index_in_dim(kept.scores, j, 0, keepdims=False))
+        tile_peak = None
+        if kept is not None and kept.peaks is not None:
+            tile_peak = cast(Array, lax.dynamic_index_in_dim(kept.peaks, j, 0, keepdims=False))
+        slope = _score_gradient(scores, tile_peak, norm, columns, tile, weighted, rules, cut)
         slope = slope.astype(cut.operand_dtype)
         hidden_gradient = hidden_gradient + jnp.einsum(
             "bsv,dv->bsd", slope, block, preferred_element_type=dtype
@@ -176,8 +133,7 @@ def tile_gradient(
         part = jnp.einsum("dbs,bsv->dv", own, slope, preferred_element_type=dtype)
         if cut.row_major_gradient:
             part = _row_major(part)
-        old = lax.dynamic_slice_in_dim(total, columns.start, cut.tile_size, 1)
-        return hidden_gradient, lax.dynamic_update_slice_in_dim(total, old + part, columns.start, 1)
+        return hidden_gradient, add_to_columns(total, part, columns.start)
 
     zero = jnp.zeros(tile.hidden.shape, dtype)
     return repeat(cut.num_tiles, add_columns, (zero, unembed_gradient))
@@ -195,28 +151,6 @@ def repeat(
         return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
     with jax.named_scope(f"trips_{expected}"):
         return cast(Carry, lax.fori_loop(0, count, cast(Any, body), start))
-
-
-def column_tile(j: Int[Array, ""], cut: VocabCut) -> ColumnTile:
-    """The j-th vocabulary tile; columns an earlier tile has counted, and padding, are not counted."""
-    start = jnp.minimum(j * cut.tile_size, cut.num_columns - cut.tile_size)
-    local = start + jnp.arange(cut.tile_size)
-    ids = local + lax.axis_index(cut.axes) * cut.num_columns if cut.axes else local
-    counted = None
-    if cut.num_columns % cut.tile_size:
-        counted = local >= j * cut.tile_size
-    if cut.has_padding:
-        real = ids < cut.num_classes
-        counted = real if counted is None else counted & real
-    return ColumnTile(start=start, ids=ids, counted=counted)
-
-
-def slice_columns(unembed: Float[Array, "D V"], columns: ColumnTile, cut: VocabCut) -> Float[Array, "D X"]:
-    """The columns of a tile as operand of a product; padding columns are 0, whatever they hold."""
-    block = lax.dynamic_slice_in_dim(unembed, columns.start, cut.tile_size, 1).astype(cut.operand_dtype)
-    if cut.has_padding:
-        block = jnp.where(columns.ids < cut.num_classes, block, 0)
-    return block
 
 
 def tile_scores(
@@ -253,17 +187,19 @@ def _row_major(part: Array) -> Array:
 def _add_scores(
     sums: ScoreSums,
     scores: Float[Array, "B S X"],
+    counted: Float[Array, "B S X"],
+    tile_peak: Float[Array, "B S"],
     columns: ColumnTile,
     targets: Int[Array, "B S"],
     cut: VocabCut,
 ) -> ScoreSums:
-    counted = columns.counted
-    kept = scores if counted is None else jnp.where(counted, scores, -jnp.inf)
-    peak = jnp.maximum(sums.peak, jnp.max(kept, axis=-1))
-    partition = sums.partition * jnp.exp(sums.peak - peak) + jnp.sum(jnp.exp(kept - peak[..., None]), axis=-1)
+    """`counted` are the scores with -inf in columns that do not count, `tile_peak` the largest of them."""
+    peak = jnp.maximum(sums.peak, tile_peak)
+    partition = sums.partition * jnp.exp(sums.peak - peak)
+    partition = partition + jnp.sum(jnp.exp(counted - peak[..., None]), axis=-1)
     score_sum = sums.score_sum
     if score_sum is not None:
-        zeroed = scores if counted is None else jnp.where(counted, scores, 0)
+        zeroed = scores if columns.counted is None else jnp.where(columns.counted, scores, 0)
         score_sum = score_sum + jnp.sum(zeroed, axis=-1)
     target_score = sums.target_score + _target_scores(scores, columns, targets, cut)
     return ScoreSums(peak=peak, partition=partition, target_score=target_score, score_sum=score_sum)
@@ -300,7 +236,8 @@ def _finish(sums: ScoreSums, tile: TokenTile, rules: XentRules, cut: VocabCut) -
 
 
 def _score_gradient(
-    scores: Float[Array, "B S X"],
+    scores: Float[Array, "B S X"] | UInt16[Array, "B S X"],
+    tile_peak: Float[Array, "B S"] | None,
     norm: Norm,
     columns: ColumnTile,
     tile: TokenTile,
@@ -311,8 +248,12 @@ def _score_gradient(
     xent_weight = jnp.where(_in_range(tile.targets, cut), tile.xent_weight, 0)
     log_partition = norm.peak + jnp.log(norm.partition)
     mass = (xent_weight + 2 * tile.z_weight * log_partition) / norm.partition
-    slope = mass[..., None] * jnp.exp(scores - norm.peak[..., None])
     hit = columns.ids == tile.targets[..., None]
+    if tile_peak is None:
+        shares = jnp.exp(scores - norm.peak[..., None])
+    else:
+        shares = narrow_shares(scores, tile_peak, norm.peak)
+    slope = mass[..., None] * shares
     slope = slope - jnp.where(hit, (xent_weight * (1 - rules.label_smoothing))[..., None], 0)
     if rules.label_smoothing > 0:
         slope = slope - (xent_weight * (rules.label_smoothing / cut.num_classes))[..., None]

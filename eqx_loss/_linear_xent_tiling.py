@@ -3,8 +3,6 @@
 import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from ._linear_xent_types import Backend, XentExecution
 
 # Tiles on a CPU, measured at D = 512, V = 157,184, CPU seconds of T = 1024: 256 x 4912 6.2, 512 x 4096
@@ -13,11 +11,11 @@ from ._linear_xent_types import Backend, XentExecution
 # product must stay in the cache.
 CPU_TOKENS = 512
 CPU_LOGITS_BYTES = 308 << 20
-# Kept logits on an accelerator, as a share of the gradient of unembed, which is there anyway. At 3/8 a
-# token tile does 9/32 D flops for each byte of that gradient it moves: 576 at D = 2048, where TPU v5p
-# needs 166 and v6e 560 to be bound by its products. The sum stays below the temporaries of tokamax's
-# chunked path (a padded copy of unembed and the same gradient).
-LOGITS_SHARE = 3 / 8
+# Kept logits on an accelerator, as a share of the float32 gradient of unembed. At 3/8 in float32 a tile has
+# 3/8 D tokens; at 1/4 in 16 bits D/2, which at D = 2048 do 614 flops for each byte of unembed and of its
+# gradient (3 bytes a number) that a tile moves: TPU v5p needs 166 and v6e 560 to be bound by its products.
+# With 1/4, all that a call takes is less than the float32 gradient and the float32 result of tokamax's kernel.
+LOGITS_SHARE = {4: 3 / 8, 2: 1 / 4}
 MIN_LOGITS_BYTES = 64 << 20
 TARGET_COLUMNS = {"cpu": 1280, "gpu": 4096, "tpu": 4096}
 # Tokens come in whole sublanes; columns in whole lanes of an accelerator. On a CPU a broken vector costs
@@ -40,7 +38,7 @@ def tile_sizes(
     positions: int,
     matrix: tuple[int, int],
     num_travel: int,
-    accumulator: jnp.dtype,
+    score_bytes: int,
     backend: Backend,
     execution: XentExecution,
 ) -> TileSizes:
@@ -51,7 +49,7 @@ def tile_sizes(
         positions: Positions of this device.
         matrix: Shape (D, V) of `unembed` as this device works on it.
         num_travel: Devices whose tokens meet in one tile.
-        accumulator: Type of the logits.
+        score_bytes: Bytes of a kept logit.
         backend: Where it runs.
         execution: Wishes.
     """
@@ -64,10 +62,8 @@ def tile_sizes(
     else:
         keep_logits = True
         columns = balanced_tile(num_columns, TARGET_COLUMNS[backend], COLUMN_GRAIN[backend])
-        budget = execution.max_logits_bytes or _logits_budget(
-            width * num_columns * accumulator.itemsize, backend
-        )
-        affordable = max(1, budget // (accumulator.itemsize * num_columns * num_travel))
+        budget = execution.max_logits_bytes or _logits_budget(width * num_columns, score_bytes, backend)
+        affordable = max(1, budget // (score_bytes * num_columns * num_travel))
         if backend == "cpu" and execution.max_logits_bytes is None:
             affordable = min(affordable, max(1, CPU_TOKENS // num_travel))
         tokens = even_tile(max(num_tokens, 1), _round_down(affordable), TOKEN_GRAIN)
@@ -100,10 +96,11 @@ def balanced_tile(total: int, target: int, grain: int) -> int:
     return min(candidates, key=lambda size: (-(-total // size) * size - total, abs(size - target)))
 
 
-def _logits_budget(gradient_bytes: int, backend: Backend) -> int:
+def _logits_budget(num_weights: int, score_bytes: int, backend: Backend) -> int:
     if backend == "cpu":
         return CPU_LOGITS_BYTES
-    return max(MIN_LOGITS_BYTES, int(LOGITS_SHARE * gradient_bytes))
+    share = LOGITS_SHARE[min(score_bytes, 4)]
+    return max(MIN_LOGITS_BYTES, int(share * num_weights * max(score_bytes, 4)))
 
 
 def _round_down(tokens: int) -> int:

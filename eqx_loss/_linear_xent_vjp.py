@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ._linear_xent_pass import Gradients, Losses, Tokens
+from ._linear_xent_narrow import Sum, like_sum, scaled_sum, whole_sum
+from ._linear_xent_pass import Gradients, Losses, Tokens, no_gradients
 from ._linear_xent_plan import XentPlan
 from ._linear_xent_sharded import fused_on_devices, gradient_on_devices, losses_on_devices
 from ._linear_xent_types import XentRules
@@ -63,8 +64,12 @@ def _objectives_backward(
     tokens, factor = saved.tokens, cotangents.objective[0]
     differs = _factors_differ(rules, cotangents)
     if differs is None:
-        return _cotangents(Gradients(*(factor * part for part in saved.gradients)), tokens, saved.unembed)
-    scaled = Gradients(*(jnp.where(differs, 0, factor * part) for part in saved.gradients))
+        return _cotangents(saved.gradients, tokens, saved.unembed, factor)
+
+    def scale(part: Sum) -> Sum:
+        return like_sum(jnp.where(differs, 0, factor * whole_sum(part)), part)
+
+    scaled = Gradients(*(scale(part) for part in saved.gradients))
     reweighted = tokens._replace(
         xent_weight=jnp.where(differs, cotangents.objective[:, None, None] * tokens.xent_weight, 0),
         z_weight=jnp.where(differs, cotangents.z_objective[:, None, None] * tokens.z_weight, 0),
@@ -101,10 +106,7 @@ def _token_losses_backward(
         xent_weight=jnp.where(saved.tokens.scored, cotangents.xent, 0),
         z_weight=jnp.where(saved.tokens.scored, cotangents.z_term, 0),
     )
-    dtype = plan.vocab_cut.accumulator_dtype
-    zero = Gradients(
-        hidden=jnp.zeros(tokens.hidden.shape, dtype), unembed=jnp.zeros(saved.unembed.shape, dtype)
-    )
+    zero = no_gradients(tokens, saved.unembed, plan.vocab_cut)
     gradients = gradient_on_devices(
         tokens, saved.log_partition, saved.unembed, zero, rules, plan, is_usual=True
     )
@@ -140,8 +142,10 @@ def _weigh(losses: Losses, tokens: Tokens) -> Objectives:
     )
 
 
-def _cotangents(gradients: Gradients, tokens: Tokens, unembed: Array) -> TokenCotangents:
-    """In the types of the arguments; targets, mask and weights get no gradient."""
+def _cotangents(
+    gradients: Gradients, tokens: Tokens, unembed: Array, factor: Float[Array, ""] | float = 1.0
+) -> TokenCotangents:
+    """`factor` times them, in the types of the arguments; targets, mask and weights get no gradient."""
     none = cast(Array, None)
-    hidden = gradients.hidden.astype(tokens.hidden.dtype)
-    return Tokens(hidden, none, none, none, none), gradients.unembed.astype(unembed.dtype)
+    hidden = scaled_sum(gradients.hidden, factor, tokens.hidden.dtype)
+    return Tokens(hidden, none, none, none, none), scaled_sum(gradients.unembed, factor, unembed.dtype)

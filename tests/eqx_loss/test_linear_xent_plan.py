@@ -151,13 +151,31 @@ def test_tiling_is_followed():
     assert (plan.token_cut.tile_size, plan.vocab_cut.tile_size, plan.num_products) == (64, 1000, 4)
 
 
-def test_accelerators_keep_fewer_logits_than_the_gradient():
+@pytest.mark.parametrize(
+    ("backend", "dtype", "cap", "tokens", "score_bytes", "sum_bytes"),
+    [
+        ("tpu", jnp.bfloat16, None, 1024, 2, 3),
+        ("tpu", jnp.bfloat16, 30.0, 752, 4, 3),
+        ("tpu", jnp.float32, None, 752, 4, 4),
+        ("gpu", jnp.bfloat16, None, 752, 4, 4),
+    ],
+    ids=["narrow", "soft_cap", "float32", "gpu"],
+)
+def test_accelerators_keep_fewer_logits_than_the_gradient(
+    backend, dtype, cap, tokens, score_bytes, sum_bytes
+):
+    """In narrow form on TPUs, where the results are bfloat16; the soft cap's slope needs whole scores."""
     plan = eqx_loss.explain_linear_cross_entropy(
-        *_shapes(width=2048, dtype=jnp.bfloat16), execution=XentExecution(backend="tpu")
+        *_shapes(width=2048, dtype=dtype),
+        rules=XentRules(logit_soft_cap=cap),
+        execution=XentExecution(backend=backend),
     )
-    assert plan.token_cut.tile_size == 752
-    assert plan.logits_bytes < plan.gradient_bytes / 2
-    assert plan.vocab_cut.operand_dtype == jnp.bfloat16
+    columns = plan.vocab_cut.num_tiles * plan.vocab_cut.tile_size
+    assert plan.token_cut.tile_size == tokens
+    assert plan.logits_bytes == score_bytes * tokens * columns
+    assert plan.gradient_bytes == sum_bytes * 2048 * VOCAB
+    assert plan.logits_bytes < plan.gradient_bytes / 1.9
+    assert plan.vocab_cut.operand_dtype == dtype
     assert plan.vocab_cut.accumulator_dtype == jnp.float32
 
 
@@ -209,7 +227,8 @@ WORK = _linear_xent_dispatch.Workload(
     num_columns=VOCAB,
     num_token_tiles=11,
     operand_bytes=2,
-    accumulator_bytes=4,
+    sum_bytes=4,
+    score_bytes=4,
     num_products=3,
     cuts_vocabulary=False,
     wide_floats=False,
@@ -229,13 +248,19 @@ def with_tokamax(monkeypatch):
 
 @pytest.mark.usefixtures("with_tokamax")
 def test_choice_follows_the_roofline():
-    """TPU v5p is bound by its products, of which the kernel makes one more; v6e by its memory."""
+    """TPU v5p is bound by its products, of which the kernel makes one more; v6e by memory in wide form."""
     v5p = _linear_xent_dispatch.choose("auto", WORK, XentRules(), "tpu", "TPU v5")
     v6e = _linear_xent_dispatch.choose("auto", WORK, XentRules(), "tpu", "TPU v6 lite")
     assert (v5p.implementation, v6e.implementation) == ("tiled", "tokamax_mosaic_tpu")
     assert {name for name, _ in v6e.estimated_seconds} == {"tiled", "tokamax_mosaic_tpu"}
     products = 6 * 8192 * 2048 * VOCAB
     assert dict(v5p.estimated_seconds)["tiled"] == pytest.approx(products / 459e12)
+    # 16-bit scores and 24-bit sums in 8 token tiles: less traffic than the kernel has arithmetic.
+    narrow = dataclasses.replace(WORK, num_token_tiles=8, sum_bytes=3, score_bytes=2)
+    v6e = _linear_xent_dispatch.choose("auto", narrow, XentRules(), "tpu", "TPU v6 lite")
+    assert v6e.implementation == "tiled"
+    traffic = 8 * 2048 * VOCAB * (2 * 2 + 2 * 3) + 3 * 2 * 8192 * VOCAB
+    assert dict(v6e.estimated_seconds)["tiled"] == pytest.approx(traffic / 1.64e12)
 
 
 @pytest.mark.usefixtures("with_tokamax")
