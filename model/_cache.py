@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._config import GqaConfig, KdaConfig, LayerPlan, LightningConfig, MlaConfig, ModelConfig
+from ._layer_plan import LayerRun
 from ._precision import at_least_float32
 
 
@@ -43,9 +44,9 @@ class Cache(eqx.Module):
     """Memory of B sequences, each read up to its own length.
 
     Attributes:
-        prefix: Of the layers before the scanned groups.
-        groups: Of a group's layers; every array has the groups as its first axis.
-        suffix: Of the layers after them.
+        prefix: Of each run of layers before the scanned groups; leading axes as those of the run's parameters.
+        groups: Of each run of a group.
+        suffix: Of each run after them.
         length: Tokens read of each sequence. The caller keeps it at most `max_length`.
     """
 
@@ -53,6 +54,11 @@ class Cache(eqx.Module):
     groups: tuple[MixerCache, ...]
     suffix: tuple[MixerCache, ...]
     length: Int[Array, " B"]
+
+    @property
+    def runs(self) -> tuple[MixerCache, ...]:
+        """Memories of all runs of `config.stack`, in order."""
+        return (*self.prefix, *self.groups, *self.suffix)
 
 
 def init_cache(config: ModelConfig, batch_size: int, max_length: int) -> Cache:
@@ -65,22 +71,14 @@ def init_cache(config: ModelConfig, batch_size: int, max_length: int) -> Cache:
         batch_size: B.
         max_length: Tokens each sequence may grow to, prompt included.
     """
-    plan, size = config.layer_plan, config.layer_group_size
-    start, num_groups = config.num_prefix_layers, config.num_scanned_groups
-    end = start + num_groups * size
+    stack = config.stack
 
-    def single(first: int, last: int) -> tuple[MixerCache, ...]:
-        return tuple(_init_mixer(config, plan[i], batch_size, max_length) for i in range(first, last))
+    def empty(run: LayerRun) -> MixerCache:
+        one = _init_mixer(config, run.kind, batch_size, max_length)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*run.stack_shape, *x.shape)), one)
 
-    def stack(cache: MixerCache) -> MixerCache:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_groups, *x.shape)), cache)
-
-    return Cache(
-        prefix=single(0, start),
-        groups=tuple(stack(cache) for cache in single(start, start + size)) if num_groups else (),
-        suffix=single(end, config.num_layers),
-        length=jnp.zeros(batch_size, dtype=jnp.int32),
-    )
+    prefix, groups, suffix = stack.split([empty(run) for run in stack.runs])
+    return Cache(prefix=prefix, groups=groups, suffix=suffix, length=jnp.zeros(batch_size, dtype=jnp.int32))
 
 
 def _init_mixer(config: ModelConfig, plan: LayerPlan, batch_size: int, max_length: int) -> MixerCache:

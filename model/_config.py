@@ -12,24 +12,11 @@ from ._layer_config import MtpConfig as MtpConfig
 from ._layer_config import RopeConfig as RopeConfig
 from ._layer_config import YarnConfig as YarnConfig
 from ._layer_config import check_positive
+from ._layer_plan import FfnKind, MixerKind, StackPlan, plan_stack
+from ._layer_plan import LayerPlan as LayerPlan
 
-MixerKind = Literal["linear", "full"]
-FfnKind = Literal["dense", "moe"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 Remat = Literal["none", "dots", "block", "offload"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerPlan:
-    """Which mixer and which feed-forward a layer has.
-
-    Attributes:
-        mixer: "linear" (KDA or lightning) or "full" (MLA or GQA).
-        ffn: "dense" or "moe".
-    """
-
-    mixer: MixerKind
-    ffn: FfnKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,16 +140,6 @@ class ModelConfig:
         return 0 if self.mtp is None else self.mtp.num_layers
 
     @property
-    def num_prefix_layers(self) -> int:
-        """Leading layers kept apart: the fewest whole groups after which all whole groups are alike."""
-        size, plan = self.layer_group_size, self.layer_plan
-        groups = [plan[i : i + size] for i in range(0, self.num_layers // size * size, size)]
-        first = len(groups)
-        while first and groups[first - 1] == groups[-1]:
-            first -= 1
-        return first * size
-
-    @property
-    def num_scanned_groups(self) -> int:
-        """Groups of `layer_group_size` alike layers that are stacked and scanned."""
-        return (self.num_layers - self.num_prefix_layers) // self.layer_group_size
+    def stack(self) -> StackPlan:
+        """The main layers in runs of alike ones, as they are stacked, scanned and compiled."""
+        return plan_stack(self.layer_plan)

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._config import ModelConfig
+from ._layer_plan import LayerRun
 from ._lightning import lightning_slopes
 
 
 class LayerConstants(eqx.Module):
-    """Constants of one layer, or of several with a first axis of layers; None where a layer needs none.
+    """Constants of one layer, or of a run with its leading axes; None where a layer needs none.
 
     Attributes:
         routed_limit: SwiGLU clamp of the routed experts.
@@ -40,6 +41,7 @@ def layer_constants(config: ModelConfig, layer: int) -> LayerConstants:
     )
 
 
-def stacked_constants(config: ModelConfig, layers: range) -> LayerConstants:
-    """Constants of several layers, layers first."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *(layer_constants(config, i) for i in layers))
+def stacked_constants(config: ModelConfig, run: LayerRun) -> LayerConstants:
+    """Constants of the layers of a run, with its `stack_shape` as leading axes."""
+    each = [layer_constants(config, i) for i in run.layers]
+    return jax.tree.map(lambda *x: jnp.reshape(jnp.stack(x), (*run.stack_shape, *x[0].shape)), *each)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._block import Block, Mixer
 from ._cache import Cache, GqaCache, KdaCache, LightningCache, MixerCache, MlaCache
-from ._constants import LayerConstants, layer_constants, stacked_constants
+from ._constants import LayerConstants, stacked_constants
 from ._conv import causal_conv1d_after, last_inputs
 from ._delta import Kda
 from ._gla import Lightning
@@ -19,6 +19,7 @@ from ._mla import Mla
 from ._norm import rms_norm
 from ._precision import at_least_float32
 from ._rows import Rows
+from ._stack import run_layers
 from ._transformer import Transformer
 
 
@@ -70,30 +71,15 @@ class _New(eqx.Module):
 def _read_layers(
     model: Transformer, x: Float[Array, "B S D"], cache: Cache, new: _New
 ) -> tuple[Float[Array, "B S D"], Cache]:
-    config = model.config
-    start, size = config.num_prefix_layers, config.layer_group_size
-    end = start + config.num_scanned_groups * size
+    stack = model.config.stack
 
-    def single(x: Array, blocks: tuple[Block, ...], caches: tuple[MixerCache, ...], first: int):
-        after = []
-        for i, (block, old) in enumerate(zip(blocks, caches, strict=True), start=first):
-            x, memory = _read_block(block, x, old, new, layer_constants(config, i))
-            after.append(memory)
-        return x, tuple(after)
+    def layer(x: Array, given: tuple[Block, MixerCache, LayerConstants]) -> tuple[Array, MixerCache]:
+        block, old, constants = given
+        return _read_block(block, x, old, new, constants)
 
-    def group(x: Array, inputs: tuple[tuple[Block, ...], tuple[MixerCache, ...], tuple[LayerConstants, ...]]):
-        after = []
-        for block, old, constants in zip(*inputs, strict=True):
-            x, memory = _read_block(block, x, old, new, constants)
-            after.append(memory)
-        return x, tuple(after)
-
-    x, prefix = single(x, model.prefix, cache.prefix, 0)
-    groups: tuple[MixerCache, ...] = ()
-    if model.groups:
-        constants = tuple(stacked_constants(config, range(start + j, end, size)) for j in range(size))
-        x, groups = jax.lax.scan(group, x, (model.groups, cache.groups, constants))
-    x, suffix = single(x, model.suffix, cache.suffix, end)
+    constants = [stacked_constants(model.config, run) for run in stack.runs]
+    x, memories = run_layers(layer, x, list(zip(model.runs, cache.runs, constants, strict=True)), stack)
+    prefix, groups, suffix = stack.split(memories)
     return x, Cache(prefix=prefix, groups=groups, suffix=suffix, length=cache.length)
 
 

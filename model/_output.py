@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._block import BlockFacts
+from ._layer_plan import StackPlan
 from ._router import RouterFacts
+from ._stack import in_layer_order
 
 
 class RouterStats(eqx.Module):
@@ -66,28 +68,27 @@ def without_details(facts: BlockFacts) -> BlockFacts:
 
 
 def stack_facts(
-    before: Sequence[BlockFacts], grouped: Sequence[BlockFacts], after: Sequence[BlockFacts]
+    main: Sequence[BlockFacts], stack: StackPlan, mtp: Sequence[BlockFacts]
 ) -> tuple[RouterStats | None, Float[Array, "N H"] | None]:
     """Router statistics and largest logits of all layers in order.
 
     Args:
-        before: Facts of single layers.
-        grouped: Facts of each layer of a scanned group, with the groups as first axis.
-        after: Facts of single layers.
+        main: Facts of each run of main layers, as `run_layers` returns them.
+        stack: The runs.
+        mtp: Facts of each MTP depth.
     """
 
-    def stack(get: Callable[[BlockFacts], Array | None]) -> Array | None:
-        single = [[y[None] for y in map(get, facts) if y is not None] for facts in (before, after)]
-        scanned = [y for y in map(get, grouped) if y is not None]
-        middle = [jnp.reshape(jnp.stack(scanned, axis=1), (-1, *scanned[0].shape[1:]))] if scanned else []
-        parts = [*single[0], *middle, *single[1]]
+    def gather(get: Callable[[BlockFacts], Array | None]) -> Array | None:
+        layers = in_layer_order([get(facts) for facts in main], stack)
+        depths = [y[None] for y in map(get, mtp) if y is not None]
+        parts = [*([] if layers is None else [layers]), *depths]
         return jnp.concatenate(parts) if parts else None
 
     def of_router(name: str) -> Array | None:
-        return stack(lambda facts: None if facts.router is None else getattr(facts.router, name))
+        return gather(lambda facts: None if facts.router is None else getattr(facts.router, name))
 
     logsumexp, score_sums, counts = of_router("logsumexp"), of_router("score_sums"), of_router("counts")
-    max_logits = stack(lambda facts: facts.max_logits)
+    max_logits = gather(lambda facts: facts.max_logits)
     if logsumexp is None or score_sums is None or counts is None:
         return None, max_logits
     stats = RouterStats(

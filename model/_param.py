@@ -14,6 +14,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+# Fewest and most leading axes of layers that the arrays under a field of `Transformer` have.
+STACKED = {"prefix": (0, 1), "groups": (1, 2), "suffix": (0, 1)}
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router_bias", "conv", "decay"]
 
 
@@ -22,7 +24,7 @@ class ParamSpec:
     """Facts about one parameter array.
 
     Attributes:
-        axes: One name per axis, space separated, e.g. "L E D F"; a leading L is the scan over groups.
+        axes: One name per axis, space separated, e.g. "L E D F"; leading Ls are scans over layers.
             Names are the dimension letters of the style page, and also W (convolution taps), J (key/value heads),
             CR (kv latent and rope dims side by side), D2 (embedding and hidden width side by side).
         role: "matrix" for weights of matrix products; "embedding" and "head" for the two ends; "norm" scales;
@@ -51,8 +53,8 @@ def param(role: Role) -> dict[str, str]:
 def param_specs(model: eqx.Module) -> PyTree[ParamSpec]:
     """A tree like `model` with a `ParamSpec` in place of every array.
 
-    Works on a model of arrays or of `jax.ShapeDtypeStruct`s (from `eqx.filter_eval_shape`). Arrays under a field
-    named `groups` are stacked over scanned groups and have "L" in front.
+    Works on a model of arrays or of `jax.ShapeDtypeStruct`s (from `eqx.filter_eval_shape`). Arrays of stacked layers
+    have an "L" in front for each leading axis.
 
     Raises:
         ValueError: If an array field declares no role, or its rank is not that of its axes.
@@ -81,8 +83,9 @@ def _spec(model: eqx.Module, path: tuple[Any, ...], leaf: Any) -> ParamSpec:
         owner = getattr(owner, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else owner[key.idx]
     name, where = path[-1].name, jax.tree_util.keystr(path)
     spec = field_spec(type(owner), name)
-    if any(getattr(key, "name", None) == "groups" for key in path):
-        spec = dataclasses.replace(spec, axes="L " + spec.axes)
+    fewest, most = STACKED.get(getattr(path[0], "name", ""), (0, 0))
+    stacked = len(leaf.shape) - len(spec.axes.split())
+    spec = dataclasses.replace(spec, axes=" ".join([*["L"] * min(max(stacked, fewest), most), spec.axes]))
     if len(spec.axes.split()) != len(leaf.shape):
         raise ValueError(f"{where} has shape {leaf.shape} but axes {spec.axes!r}; correct the annotation")
     return spec

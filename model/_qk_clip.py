@@ -4,9 +4,11 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from ._block import Block
+from ._layer_plan import LayerRun
 from ._mla import Mla
 from ._transformer import Transformer
 
@@ -50,31 +52,22 @@ def qk_clip(
             "pass ModelOutput.max_logits"
         )
     factors = clip_factors(max_logits, threshold)
-    start, size, num_groups = config.num_prefix_layers, config.layer_group_size, config.num_scanned_groups
-    end = start + num_groups * size
     row_of = {layer: row for row, layer in enumerate(i for i, full in enumerate(plan) if full)}
 
-    def single(blocks: tuple[Block, ...], first: int) -> tuple[Block, ...]:
-        return tuple(
-            _clip_block(b, factors[row_of[i]]) if i in row_of else b for i, b in enumerate(blocks, first)
-        )
-
-    def stacked(block: Block, first: int) -> Block:
-        if first not in row_of:
+    def clipped(block: Block, run: LayerRun) -> Block:
+        if run.kind.mixer != "full":
             return block
-        rows = jnp.asarray([row_of[i] for i in range(first, end, size)])
-        return eqx.filter_vmap(_clip_block)(block, factors[rows])
+        clip = _clip_block
+        for _ in run.stack_shape:
+            clip = eqx.filter_vmap(clip)
+        return clip(block, factors[np.reshape([row_of[i] for i in run.layers], run.stack_shape)])
 
+    runs = [clipped(block, run) for block, run in zip(model.runs, config.stack.runs, strict=True)]
     mtp = tuple(
         eqx.tree_at(lambda m: m.block, m, _clip_block(m.block, factors[row_of[config.num_layers + k]]))
         for k, m in enumerate(model.mtp)
     )
-    new = (
-        single(model.prefix, 0),
-        tuple(stacked(block, start + j) for j, block in enumerate(model.groups)),
-        single(model.suffix, end),
-        mtp,
-    )
+    new = (*config.stack.split(runs), mtp)
     return eqx.tree_at(lambda m: (m.prefix, m.groups, m.suffix, m.mtp), model, new)
 
 

@@ -1,16 +1,19 @@
-"""The model: embedding, layers (a prefix, one scan over alike groups, a suffix), final norm, MTP blocks, head."""
+"""The model: embedding, layers (alike ones stacked and scanned), final norm, MTP blocks, head."""
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._axes import Axes, constrain
 from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig, Remat
-from ._constants import LayerConstants, layer_constants, stacked_constants
+from ._constants import LayerConstants, stacked_constants
+from ._layer_plan import LayerPlan, LayerRun
 from ._linear import init_normal
 from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
@@ -19,6 +22,7 @@ from ._parallel import Parallel, keep_cut, looked_up, whole_field
 from ._parallel_positions import with_following
 from ._param import param
 from ._rows import Rows, make_rows
+from ._stack import in_layer_order, run_layers
 
 
 class Transformer(eqx.Module):
@@ -26,9 +30,11 @@ class Transformer(eqx.Module):
 
     Attributes:
         embed: Token embeddings.
-        prefix: Layers before the scanned groups.
-        groups: The layers of a group; every array has the groups as its first axis.
-        suffix: Layers of an incomplete last group.
+        prefix: A block for each run of alike layers before the scanned groups (`config.stack`); the arrays of a run
+            of several layers have the layers as first axis.
+        groups: A block for each run of a group; the first axis is the groups, the second the layers of the run, if
+            they are several.
+        suffix: As `prefix`, after the groups.
         final_norm: Scale of the norm after the last layer.
         head: Output head; None when it is the transposed embedding.
         mtp: One block per depth.
@@ -70,17 +76,22 @@ class Transformer(eqx.Module):
         """
         rows = make_rows(tokens, segment_ids, positions, router_mask, axes, parallel)
         keep = _Keep(router_details=return_router_logits, hidden_states=return_hidden_states)
-        x, stack = self._layers(self.embed_tokens(tokens, axes, parallel), rows, keep)
+        x, facts, hidden_states = self._layers(self.embed_tokens(tokens, axes, parallel), rows, keep)
         hidden = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         mtp_hidden, mtp_facts = self._mtp_depths(hidden, tokens, rows, keep)
-        router, max_logits = stack_facts(stack.before, stack.grouped, [*stack.after, *mtp_facts])
+        router, max_logits = stack_facts(facts, self.config.stack, mtp_facts)
         return ModelOutput(
             hidden=hidden,
             mtp_hidden=mtp_hidden,
             router=router,
             max_logits=max_logits,
-            hidden_states=stack.hidden_states,
+            hidden_states=hidden_states,
         )
+
+    @property
+    def runs(self) -> tuple[Block, ...]:
+        """The blocks of all runs of `config.stack`, in order."""
+        return (*self.prefix, *self.groups, *self.suffix)
 
     @property
     def unembed(self) -> Float[Array, "D V"]:
@@ -101,40 +112,21 @@ class Transformer(eqx.Module):
             return looked_up(self, "embed", tokens, self.config.dtype, parallel)
         return constrain(self.embed[tokens].astype(self.config.dtype), "B S D", axes)
 
-    def _layers(self, x: Float[Array, "B S D"], rows: Rows, keep: "_Keep") -> tuple[Array, "_Stack"]:
-        config = self.config
+    def _layers(
+        self, x: Float[Array, "B S D"], rows: Rows, keep: "_Keep"
+    ) -> tuple[Float[Array, "B S D"], list[BlockFacts], Float[Array, "L B S D"] | None]:
+        """The residual stream after the last layer, the facts of each run, and the stream before every layer."""
+        config, stack = self.config, self.config.stack
         run = _rematerialize(config.remat, rows.parallel)
-        start, size = config.num_prefix_layers, config.layer_group_size
-        end = start + config.num_scanned_groups * size
-        states: list[Array] = []
 
-        def single(x: Array, blocks: tuple[Block, ...], first: int) -> tuple[Array, list[BlockFacts]]:
-            facts = []
-            for i, block in enumerate(blocks, start=first):
-                states.append(x[None])
-                x, fact = run(block, x, rows, layer_constants(config, i))
-                facts.append(keep(fact))
-            return x, facts
+        def layer(x: Array, given: tuple[Block, LayerConstants]) -> tuple[Array, tuple]:
+            block, constants = given
+            y, facts = run(block, x, rows, constants)
+            return y, (keep(facts), x if keep.hidden_states else None)
 
-        def group(
-            x: Array, inputs: tuple[tuple[Block, ...], tuple[LayerConstants, ...]]
-        ) -> tuple[Array, tuple]:
-            facts, inside = [], []
-            for block, constants in zip(*inputs):
-                inside.append(x)
-                x, fact = run(block, x, rows, constants)
-                facts.append(keep(fact))
-            return x, (tuple(facts), jnp.stack(inside) if keep.hidden_states else None)
-
-        x, before = single(x, self.prefix, 0)
-        grouped: tuple[BlockFacts, ...] = ()
-        if self.groups:
-            constants = tuple(stacked_constants(config, range(start + j, end, size)) for j in range(size))
-            x, (grouped, inside) = jax.lax.scan(group, x, (self.groups, constants))
-            if inside is not None:
-                states.append(jnp.reshape(inside, (-1, *x.shape)))
-        x, after = single(x, self.suffix, end)
-        return x, _Stack(before, grouped, after, jnp.concatenate(states) if keep.hidden_states else None)
+        inputs = [(b, stacked_constants(config, r)) for b, r in zip(self.runs, stack.runs, strict=True)]
+        x, outputs = run_layers(layer, x, inputs, stack)
+        return x, [facts for facts, _ in outputs], in_layer_order([states for _, states in outputs], stack)
 
     def _mtp_depths(
         self, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], rows: Rows, keep: "_Keep"
@@ -165,15 +157,6 @@ class _Keep(eqx.Module):
         return facts if self.router_details else without_details(facts)
 
 
-class _Stack(eqx.Module):
-    """Facts of the main layers, the scanned ones apart, and the residual stream."""
-
-    before: list[BlockFacts]
-    grouped: tuple[BlockFacts, ...]
-    after: list[BlockFacts]
-    hidden_states: Float[Array, "L B S D"] | None
-
-
 def _checkpoint_policy(remat: Remat, parallel: Parallel | None) -> Callable[[Callable], Callable]:
     """`jax.checkpoint` with the policy of `remat`, or nothing. Gathered weights are never kept."""
     policies = jax.checkpoint_policies
@@ -197,27 +180,30 @@ def _rematerialize(remat: Remat, parallel: Parallel | None) -> Callable:
 def init_model(config: ModelConfig, *, key: PRNGKeyArray) -> Transformer:
     """A model with float32 arrays: normal weights of standard deviation `initializer_range`, norm scales 1."""
     embed_key, head_key, layer_key, mtp_key = jax.random.split(key, 4)
-    plan, width, std = config.layer_plan, config.hidden_size, config.initializer_range
+    width, std, stack = config.hidden_size, config.initializer_range, config.stack
     layer_keys = jax.random.split(layer_key, config.num_layers)
-    start, size, num_groups = config.num_prefix_layers, config.layer_group_size, config.num_scanned_groups
-    end = start + num_groups * size
 
-    def single(first: int, last: int) -> tuple[Block, ...]:
-        return tuple(init_block(config, plan[i], key=layer_keys[i]) for i in range(first, last))
+    def stacked(run: LayerRun) -> Block:
+        make = functools.partial(_init_layer, config, run.kind)
+        for _ in run.stack_shape:
+            make = eqx.filter_vmap(make)
+        return make(layer_keys[np.reshape(run.layers, run.stack_shape)])
 
-    def stacked(j: int) -> Block:
-        make = eqx.filter_vmap(lambda key: init_block(config, plan[start + j], key=key))
-        return make(layer_keys[start + j : end : size])
-
+    prefix, groups, suffix = stack.split([stacked(run) for run in stack.runs])
     mtp_keys = jax.random.split(mtp_key, max(config.num_mtp_layers, 1))
     head = None if config.tie_word_embeddings else init_normal((width, config.vocab_size), std, key=head_key)
     return Transformer(
         embed=init_normal((config.vocab_size, width), std, key=embed_key),
-        prefix=single(0, start),
-        groups=tuple(stacked(j) for j in range(size)) if num_groups else (),
-        suffix=single(end, config.num_layers),
+        prefix=prefix,
+        groups=groups,
+        suffix=suffix,
         final_norm=jnp.ones(width, dtype=jnp.float32),
         head=head,
         mtp=tuple(init_mtp_block(config, key=mtp_keys[k]) for k in range(config.num_mtp_layers)),
         config=config,
     )
+
+
+def _init_layer(config: ModelConfig, kind: LayerPlan, key: PRNGKeyArray) -> Block:
+    """`init_block` with a key that can be mapped over."""
+    return init_block(config, kind, key=key)

@@ -1,6 +1,7 @@
 """The router bias: moved by the sign of the load after every step, outside the optimizer."""
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eqx_loss import updated_router_bias
@@ -33,7 +34,7 @@ def update_router_bias(model: Transformer, counts: Int[Array, "L E"], config: Op
 
 
 def router_biases(model: Transformer) -> list[Float[Array, "*L E"]]:
-    """Router biases in the order of the layers; those of scanned groups are stacked over the groups."""
+    """Router biases in the order of the layers; those of a run of alike layers are stacked."""
     return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if _is_bias(path)]
 
 
@@ -42,18 +43,13 @@ def _is_bias(path: tuple) -> bool:
 
 
 def _counts_of_biases(model: Transformer, counts: Int[Array, "L E"]) -> list[Int[Array, "*L E"]]:
-    """Rows of `counts` that belong to each array of `router_biases`.
-
-    Groups interleave: layer j of group g is router `g * (routers of a group) + (its place in the group)`.
-    """
+    """Rows of `counts` that belong to each array of `router_biases`, with its leading axes."""
     config = model.config
-    num_groups, size = config.num_scanned_groups, config.layer_group_size
-    start = config.num_prefix_layers
-    routed = [layer.ffn == "moe" for layer in config.layer_plan]
-    before = sum(routed[:start])
-    inside = sum(routed[start : start + size]) if num_groups else 0
-    grouped = counts[before : before + num_groups * inside]
-    single = [counts[i] for i in range(before)]
-    stacked = [grouped[j::inside] for j in range(inside)]
-    after = [counts[i] for i in range(before + num_groups * inside, counts.shape[0])]
-    return [*single, *stacked, *after]
+    routed = [i for i, layer in enumerate(config.layer_plan) if layer.ffn == "moe"]
+    row_of = {layer: row for row, layer in enumerate(routed)}
+    main = [
+        counts[np.reshape([row_of[i] for i in run.layers], run.stack_shape)]
+        for run in config.stack.runs
+        if run.kind.ffn == "moe"
+    ]
+    return [*main, *(counts[i] for i in range(len(routed), counts.shape[0]))]

@@ -8,6 +8,8 @@ Source: transformers 5.24.0, conversion_mapping.py, "bailing_hybrid".
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from .._config import ModelConfig
 from ._errors import CheckpointError
 from ._hf_config import LayerType, Layout
@@ -65,8 +67,7 @@ def rules(config: ModelConfig, *, layout: Layout = "hub", fused: frozenset[str] 
     table = [
         whole("model.word_embeddings.weight", (config.vocab_size, config.hidden_size), "embed"),
     ]
-    for i, layer in enumerate(config.layer_plan):
-        leaf, index = _place(config, i)
+    for i, (layer, (leaf, index)) in enumerate(zip(config.layer_plan, _places(config), strict=True)):
         builder = _Layer(config, f"model.layers.{i}", leaf, index, layout, fused)
         table += builder.norms()
         table += builder.kda() if layer.mixer == "linear" else builder.mla()
@@ -100,16 +101,15 @@ def _rename(name: str) -> str:
     return name
 
 
-def _place(config: ModelConfig, i: int) -> tuple[str, tuple[int, ...]]:
-    """Path of main layer `i` and its index in the stack of groups."""
-    start, size = config.num_prefix_layers, config.layer_group_size
-    end = start + config.num_scanned_groups * size
-    if i < start:
-        return f"prefix.{i}", ()
-    if i >= end:
-        return f"suffix.{i - end}", ()
-    group, inside = divmod(i - start, size)
-    return f"groups.{inside}", (group,)
+def _places(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Path of every main layer, and its index in the leading axes of the arrays there."""
+    stack = config.stack
+    found: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for part in ("prefix", "groups", "suffix"):
+        for number, run in enumerate(getattr(stack, part)):
+            for layer, index in zip(run.layers, np.ndindex(run.stack_shape), strict=True):
+                found[layer] = f"{part}.{number}", index
+    return [found[i] for i in range(config.num_layers)]
 
 
 class _Layer:

@@ -1,6 +1,6 @@
 """Folders in our own layout: the arrays of a `Transformer` by dotted path, and its configuration.
 
-    model.json              {"format": 1, "config": {...}, "hf": {...} or null}
+    model.json              {"format": 2, "config": {...}, "hf": {...} or null}
     model.safetensors       or shards with model.safetensors.index.json
 
 A folder of this kind is read without permuting anything, and any part of an array can be read by itself.
@@ -27,7 +27,7 @@ from ._load import CONFIG_NAME, MODEL_NAME, Opened, Progress, abstract_model, op
 from ._shard_writer import ShardWriter
 from ._shards import DTYPES, INDEX_NAME, PICKLE_SUFFIXES, ShardReader
 
-FORMAT = 1
+FORMAT = 2
 _OWN_FILES = (MODEL_NAME, CONFIG_NAME, INDEX_NAME)
 
 
@@ -195,7 +195,11 @@ def _read_model_json(folder: Path) -> tuple[ModelConfig, HfConfig | None]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.get("format") != FORMAT:
-            raise CheckpointError([f"{MODEL_NAME}: format must be {FORMAT}, got {value.get('format')!r}"])
+            raise CheckpointError(
+                [
+                    f"{MODEL_NAME}: format must be {FORMAT}, got {value.get('format')!r}; import the checkpoint again"
+                ]
+            )
         config = _from_tree(ModelConfig, value["config"])
         hf = None if value["hf"] is None else _from_tree(HfConfig, value["hf"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -37,25 +37,6 @@ def test_explicit_layer_types_win():
     assert _mixers(num_layers=5, layer_group_size=2, layer_types=kinds) == "lflfl"
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "size", "dense", "prefix", "groups"),
-    [
-        pytest.param(24, 4, 1, 4, 5, id="ling3-tiny"),
-        pytest.param(42, 6, 2, 6, 6, id="ling3-flash"),
-        pytest.param(72, 8, 4, 8, 8, id="ling3-plus"),
-        pytest.param(20, 5, 1, 5, 3, id="ling2"),
-        pytest.param(7, 2, 1, 2, 2, id="one-left-over"),
-        pytest.param(3, 4, 0, 0, 0, id="less-than-a-group"),
-        pytest.param(4, 4, 2, 0, 1, id="one-group"),
-    ],
-)
-def test_prefix_ends_where_all_groups_are_alike(num_layers, size, dense, prefix, groups):
-    config = dataclasses.replace(
-        samples.LING3, num_layers=num_layers, layer_group_size=size, first_k_dense_replace=dense
-    )
-    assert (config.num_prefix_layers, config.num_scanned_groups) == (prefix, groups)
-
-
 def test_dense_layers_come_first_and_mtp_has_experts():
     assert [layer.ffn for layer in samples.LING3.layer_plan] == ["dense"] + ["moe"] * 6
     assert samples.LING3.mtp_plan.ffn == "moe"

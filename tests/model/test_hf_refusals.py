@@ -188,7 +188,7 @@ def test_damaged_folder_of_ours_is_named(folder, capsys, tmp_path):
     assert "more: extra, [2]; the model has no such array" in lines
     assert "embed: shape [2, 3], expected [61, 24]" in lines
     save_file(good, ours / "model.safetensors")
-    (ours / "model.json").write_text('{"format": 1, "config": {"vocab_size": 3}, "hf": null}')
+    (ours / "model.json").write_text('{"format": 2, "config": {"vocab_size": 3}, "hf": null}')
     assert "model.json: cannot be read" in _refusal(["export", ours, tmp_path / "back"], capsys)[0]
     assert not (tmp_path / "back").exists()
 

@@ -51,7 +51,10 @@ def test_convolution_taps_have_variance_one_over_width(kda):
 
 @pytest.fixture(scope="module")
 def shapes():
-    return eqx.filter_eval_shape(lambda key: init_model(samples.LING3, key=key), jax.random.key(0))
+    """Dense, two groups of (full, 2 linear), 2 full."""
+    types = ("linear", *2 * ("full", "linear", "linear"), "full", "full")
+    config = dataclasses.replace(samples.LING3, num_layers=9, layer_types=types)
+    return eqx.filter_eval_shape(lambda key: init_model(config, key=key), jax.random.key(0))
 
 
 def _by_path(tree):
@@ -79,10 +82,10 @@ def test_rows_and_columns_of_a_matrix_are_among_its_axes(shapes):
     [
         (".embed", ParamSpec(axes="V D", role="embedding")),
         (".head", ParamSpec(axes="D V", role="head")),
-        (".groups[0].ffn.experts.down", ParamSpec(axes="L E F D", role="matrix", rows="F", columns="D")),
-        (".groups[0].mixer.q", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="K")),
-        (".groups[1].mixer.query.nope", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="H K")),
-        (".suffix[0].mixer.out", ParamSpec(axes="H U D", role="matrix", rows="H U", columns="D")),
+        (".groups[0].mixer.query.nope", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="H K")),
+        (".groups[1].ffn.experts.down", ParamSpec(axes="L L E F D", role="matrix", rows="F", columns="D")),
+        (".groups[1].mixer.q", ParamSpec(axes="L L D H K", role="matrix", rows="D", columns="K")),
+        (".suffix[0].mixer.out", ParamSpec(axes="L H U D", role="matrix", rows="H U", columns="D")),
         (".mtp[0].block.ffn.router.router_bias", ParamSpec(axes="E", role="router_bias")),
         (".prefix[0].mixer.A_log", ParamSpec(axes="H", role="decay")),
     ],

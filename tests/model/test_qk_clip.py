@@ -62,6 +62,18 @@ def test_only_query_and_key_weights_of_clipped_heads_change():
     np.testing.assert_array_equal(new.query.rope[0], old.query.rope[0])
 
 
+def test_each_stacked_layer_is_clipped_by_its_own_row():
+    """Two groups of (linear, 2 full): the full layers 1, 2, 4, 5 are rows 0 to 3."""
+    types = ("linear", "full", "full") * 2
+    config = dataclasses.replace(CONFIG, num_layers=6, layer_types=types, kda=samples.KDA, mtp=None)
+    model = samples.make(config)
+    clipped = qk_clip(model, jnp.array([[200.0, 1.0], [400.0, 1.0], [800.0, 1.0], [1600.0, 1.0]]), 100.0)
+    old, new = (m.groups[1].mixer.query.rope for m in (model, clipped))
+    factors = jnp.array([[1 / 2, 1 / 4], [1 / 8, 1 / 16]])
+    np.testing.assert_allclose(new[:, :, :, 0], old[:, :, :, 0] * factors[..., None, None], rtol=1e-6)
+    np.testing.assert_array_equal(new[:, :, :, 1], old[:, :, :, 1])
+
+
 def test_models_without_mla_and_wrong_row_counts_are_refused():
     with pytest.raises(ValueError, match="needs MLA layers"):
         qk_clip(samples.make(samples.DENSE), jnp.zeros((2, 4)))
