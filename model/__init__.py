@@ -29,6 +29,7 @@ from ._parallel import Cut as Cut
 from ._parallel import Parallel as Parallel
 from ._parallel import cut_axes as cut_axes
 from ._parallel import cut_dimension as cut_dimension
+from ._parallel import gathered as gathered
 from ._parallel import is_expert as is_expert
 from ._parallel import looks_up as looks_up
 from ._parallel import sum_scattered as sum_scattered

@@ -17,7 +17,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ._param import ParamSpec, field_spec, param_specs
 
@@ -27,6 +27,13 @@ M = TypeVar("M", bound=eqx.Module)
 CUT_LETTERS = ("D", "Q", "C", "K", "U", "F")
 # Too small to be worth a gather in every layer: whole on every device.
 WHOLE_ROLES = frozenset({"norm", "bias", "router_bias", "conv", "decay"})
+# Devices of one gather and of one sum. The TPU compiler (libtpu 0.0.52) makes an all-reduce of a gather over 64 devices
+# (v5p, v6e, tpu7x) and of a reduce-scatter over 8 (v5p:2x2x2; 16 on v6e:4x4): twice the bytes on the wire.
+MAX_GATHER = 32
+MAX_SUM = 4
+# Entries of an axis, as of a vocabulary, that sums over TPUs pad to a multiple of `ALIGNED`: at most 3% more.
+LONG_AXIS = 2**15
+ALIGNED = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +61,11 @@ class Parallel:
     def size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 for None."""
         return 1 if name is None else dict(self.sizes)[name]
+
+
+# Cut axis, mesh axes, dtype that travels, the mesh, and for sinks the dtype of the gradient.
+GatherOptions = tuple[int, tuple[str, ...], str, Parallel]
+SinkOptions = tuple[int, tuple[str, ...], str, Parallel, str]
 
 
 class Cut(eqx.Module):
@@ -128,7 +140,7 @@ def looked_up(
     names = cut_axes(field_spec(type(module), name), parallel)
     if isinstance(table, Cut) or not names:
         return whole_field(module, name, parallel)[tokens].astype(dtype)
-    everywhere = jax.lax.all_gather(tokens, names, axis=0, tiled=True)
+    everywhere = gathered(tokens, 0, names, parallel)
     return jax.lax.all_to_all(table[everywhere].astype(dtype), names, split_axis=0, concat_axis=2, tiled=True)
 
 
@@ -137,23 +149,36 @@ def looks_up(spec: ParamSpec, is_tied: bool) -> bool:
     return spec.role == "embedding" and not is_tied
 
 
+def gathered(
+    shard: Shaped[Array, "..."], axis: int, names: tuple[str, ...], parallel: Parallel
+) -> Shaped[Array, "..."]:
+    """`shard` of all devices along `names` joined along `axis`, outermost name first; the way back of `sum_scattered`.
+
+    On TPUs in stages of at most `MAX_GATHER` devices.
+    """
+    count = math.prod(parallel.size(name) for name in names)
+    if parallel.platform != "tpu" or count <= MAX_GATHER:
+        return jax.lax.all_gather(shard, names, axis=axis, tiled=True)
+    for name, groups in reversed(_stages(names, parallel, MAX_GATHER)):
+        shard = jax.lax.all_gather(shard, name, axis=axis, axis_index_groups=groups, tiled=True)
+    return shard
+
+
 def sum_scattered(
     x: Float[Array, "..."], axis: int, names: tuple[str, ...], parallel: Parallel
 ) -> Float[Array, "..."]:
     """The sum of `x` over the devices along `names`; every device keeps its cut along `axis`, outermost name first.
 
-    On TPUs in stages of at most 4 devices: the compiler turns one reduce-scatter over 8 or more devices of an axis into
-    an all-reduce, which sends twice the bytes and makes the whole sum everywhere (libtpu 0.0.52, v5p:2x2x2 and 4x4x4).
+    On TPUs in stages of at most `MAX_SUM` devices.
     """
     if parallel.platform != "tpu":
         return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
-    for name in names:
-        stages = _stages(dict(parallel.sizes).get(name, 1))
-        devices = np.arange(math.prod(stages)).reshape(stages)
-        for stage, count in enumerate(stages):
-            groups = np.moveaxis(devices, stage, -1).reshape(-1, count).tolist()
-            x = jax.lax.psum_scatter(x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True)
-    return x
+    shape = list(x.shape)
+    x = _padded(x, axis)
+    for name, groups in _stages(names, parallel, MAX_SUM):
+        x = jax.lax.psum_scatter(x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True)
+    shape[axis] = x.shape[axis]
+    return jax.lax.slice(x, [0] * x.ndim, shape)
 
 
 def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
@@ -163,13 +188,38 @@ def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) ->
     return all(name != "all_gather" for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
 
 
-def _stages(size: int) -> tuple[int, ...]:
-    """Factors of `size` of at most 4; `size` alone when there are none."""
+def _stages(names: tuple[str, ...], parallel: Parallel, limit: int) -> list[tuple[str, list[list[int]]]]:
+    """Mesh axis and groups of devices of each stage, outermost first."""
+    stages: list[tuple[str, list[list[int]]]] = []
+    for name in names:
+        factors = _factors(dict(parallel.sizes).get(name, 1), limit)
+        devices = np.arange(math.prod(factors)).reshape(factors)
+        for i, count in enumerate(factors):
+            stages.append((name, np.moveaxis(devices, i, -1).reshape(-1, count).tolist()))
+    return stages
+
+
+def _factors(size: int, limit: int) -> tuple[int, ...]:
+    """Factors of `size`, the largest first, of at most `limit` unless a prime is larger."""
     factors: list[int] = []
-    while size > 4 and size % 4 == 0:
-        factors.append(4)
-        size //= 4
+    while size > limit:
+        factor = max(d for d in range(1, limit + 1) if size % d == 0)
+        if factor == 1:
+            break
+        factors.append(factor)
+        size //= factor
     return (*factors, size)
+
+
+def _padded(x: Array, axis: int) -> Array:
+    """`x` with long axes beside `axis` padded by zeros: Ling's vocabulary is 307 * 512, and rows of 307 * 4 tiles are
+    summed by an all-reduce in every stage (v5p)."""
+    long = [i != axis and size > LONG_AXIS for i, size in enumerate(x.shape)]
+    if not any(long):
+        return x
+    return jnp.pad(
+        x, [(0, -size % ALIGNED if is_long else 0) for size, is_long in zip(x.shape, long, strict=True)]
+    )
 
 
 def _whole_leaf(leaf: Array | Cut, spec: ParamSpec, parallel: Parallel) -> Array:
@@ -179,30 +229,21 @@ def _whole_leaf(leaf: Array | Cut, spec: ParamSpec, parallel: Parallel) -> Array
     # The router scores in float32 from float32 weights: its choices must not depend on the mesh.
     dtype = "float32" if "E" in spec.columns.split() else parallel.gather_dtype
     if isinstance(leaf, Cut):
-        count = math.prod(parallel.size(name) for name in names)
-        return _gather_to_sink(leaf.shard, leaf.sink, (axis, names, dtype, str(leaf.sink.dtype), count))
+        return _gather_to_sink(leaf.shard, leaf.sink, (axis, names, dtype, parallel, str(leaf.sink.dtype)))
     return _gather(leaf, (axis, names, dtype, parallel))
 
 
-def _all_gather(shard: Array, axis: int, names: tuple[str, ...], dtype: str) -> Array:
-    return jax.lax.all_gather(shard.astype(dtype), names, axis=axis, tiled=True)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(
-    shard: Float[Array, "..."], options: tuple[int, tuple[str, ...], str, Parallel]
-) -> Float[Array, "..."]:
-    axis, names, dtype, _ = options
-    return _all_gather(shard, axis, names, dtype)
+def _gather(shard: Float[Array, "..."], options: GatherOptions) -> Float[Array, "..."]:
+    axis, names, dtype, parallel = options
+    return gathered(shard.astype(dtype), axis, names, parallel)
 
 
-def _gather_forward(shard: Array, options: tuple[int, tuple[str, ...], str, Parallel]) -> tuple[Array, None]:
+def _gather_forward(shard: Array, options: GatherOptions) -> tuple[Array, None]:
     return _gather(shard, options), None
 
 
-def _gather_backward(
-    options: tuple[int, tuple[str, ...], str, Parallel], residuals: None, grad: Array
-) -> tuple[Array]:
+def _gather_backward(options: GatherOptions, residuals: None, grad: Array) -> tuple[Array]:
     del residuals
     axis, names, _, parallel = options
     # Without the explicit cast the sum over devices would be in the dtype the weights travel in.
@@ -217,25 +258,20 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def _gather_to_sink(
     shard: Float[Array, "..."],
     sink: Float[Array, "..."],
-    options: tuple[int, tuple[str, ...], str, str, int],
+    options: SinkOptions,
 ) -> Float[Array, "..."]:
-    axis, names, dtype, *_ = options
-    return _all_gather(shard, axis, names, dtype)
+    return gathered(shard.astype(options[2]), options[0], options[1], options[3])
 
 
-def _sink_forward(
-    shard: Array, sink: Array, options: tuple[int, tuple[str, ...], str, str, int]
-) -> tuple[Array, None]:
+def _sink_forward(shard: Array, sink: Array, options: SinkOptions) -> tuple[Array, None]:
     return _gather_to_sink(shard, sink, options), None
 
 
-def _sink_backward(
-    options: tuple[int, tuple[str, ...], str, str, int], residuals: None, grad: Array
-) -> tuple[Array, Array]:
+def _sink_backward(options: SinkOptions, residuals: None, grad: Array) -> tuple[Array, Array]:
     del residuals
-    axis, _, _, sink_dtype, count = options
+    axis, names, _, parallel, sink_dtype = options
     shape = list(grad.shape)
-    shape[axis] //= count
+    shape[axis] //= math.prod(parallel.size(name) for name in names)
     return jnp.zeros(shape, jnp.float32), grad.astype(sink_dtype)
 
 

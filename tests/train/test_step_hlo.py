@@ -2,11 +2,16 @@
 
 import importlib.util
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from model import gathered, sum_scattered
 from train._aot_compile import compile_step, topology_devices
 from train._hlo_count import count_program
 from train._hlo_parse import Instruction, Program, parse_program, run_counts
+from train._mesh import MeshConfig, make_mesh
+from train._sharding import make_parallel
 from train._step import StepConfig
 
 from .step_cases import GradientCase, mesh_of, tiny_config
@@ -125,3 +130,22 @@ def test_a_tpu_program_gathers_no_experts_and_sums_gradients_once(tmp_path):
         assert not expert_gathers
         sums.append(num_float_sums(program))
     assert sums[0] == sums[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
+@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:8x8"])
+@pytest.mark.parametrize("shape", [(1536, 512), (1536, 157184)])
+def test_a_tpu_program_over_64_devices_gathers_and_scatters_without_whole_sums(topology, shape):
+    mesh = make_mesh(MeshConfig(fsdp=64), devices=topology_devices(topology))
+    parallel = make_parallel(mesh, gather_dtype="float32", reduce_dtype="float32")
+
+    def there_and_back(x):
+        return sum_scattered(2 * gathered(x, 0, ("fsdp",), parallel), 0, ("fsdp",), parallel)
+
+    cut = PartitionSpec("fsdp")
+    function = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+    weight = jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, cut))
+    program = parse_program(function.lower(weight).compile().as_text())
+    kinds = {use.kind for use in count_program(program, dict(mesh.shape)).collectives}
+    assert kinds - {"collective-permute"} == {"all-gather", "reduce-scatter"}
