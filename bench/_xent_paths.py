@@ -3,6 +3,8 @@
 All give `sum(weights * xent)`; hidden is `[T, D]`, unembed `[D, V]`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -84,6 +86,7 @@ def tokamax_path(implementation):
     return objective
 
 
+@functools.cache
 def peers(with_kernels=()):
     """Peers by name; tokamax's where it is installed."""
     found = {"plain_jax": plain_jax, "optax": optax_integer_labels, "maxtext_tiling": maxtext_tiling}

@@ -23,8 +23,14 @@ from . import _xent_paths as paths
 SHAPE = (8192, 2048, 157_184)
 
 
-def rows(topology, shape=SHAPE, dtype=jnp.bfloat16):
-    """A row for each path; hidden and unembed are bfloat16."""
+def paths_by_name():
+    """Ours and the peers, tokamax's TPU kernel among them where it is installed."""
+    execution = eqx_loss.XentExecution(backend="tpu", implementation="tiled")
+    return {"ours": lambda *a: paths.ours(*a, execution=execution), **paths.peers(("mosaic_tpu",))}
+
+
+def row(topology, name, shape=SHAPE, dtype=jnp.bfloat16):
+    """The program of one path for one chip; hidden and unembed are bfloat16."""
     tokens, width, vocab = shape
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices)[:1], ("data",), axis_types=(AxisType.Auto,))
@@ -36,28 +42,27 @@ def rows(topology, shape=SHAPE, dtype=jnp.bfloat16):
         ((tokens,), jnp.float32),
     )
     arguments = [jax.ShapeDtypeStruct(size, kind, sharding=place) for size, kind in specs]
-    execution = eqx_loss.XentExecution(backend="tpu", implementation="tiled")
-    todo = {"ours": lambda *a: paths.ours(*a, execution=execution), **paths.peers(("mosaic_tpu",))}
-    for name, objective in todo.items():
-        with _kernels_for(mesh):
-            start, cpu_start = time.perf_counter(), time.process_time()
-            compiled = jax.jit(jax.value_and_grad(objective, (0, 1))).lower(*arguments).compile()
-            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        memory, reported = compiled.memory_analysis(), compiled.cost_analysis()
-        is_kernel = name.endswith("mosaic_tpu")
-        flops = reported["flops"] if is_kernel else count_program(parse_program(compiled.as_text()), {}).flops
-        yield {
-            "topology": topology,
-            "path": name,
-            "T": tokens,
-            "D": width,
-            "V": vocab,
-            "flops_vs_three_matmuls": flops / (6 * tokens * width * vocab),
-            "temporaries_and_gradients_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
-            "temporaries_bytes": memory.temp_size_in_bytes,
-            "compile_seconds": seconds,
-            "compile_cpu_seconds": cpu,
-        }
+    with _kernels_for(mesh):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        compiled = jax.jit(jax.value_and_grad(paths_by_name()[name], (0, 1))).lower(*arguments).compile()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+    memory = compiled.memory_analysis()
+    if name.endswith("mosaic_tpu"):
+        flops = compiled.cost_analysis()["flops"]
+    else:
+        flops = count_program(parse_program(compiled.as_text()), {}).flops
+    return {
+        "platform": topology,
+        "path": name,
+        "T": tokens,
+        "D": width,
+        "V": vocab,
+        "temporaries_bytes": memory.temp_size_in_bytes,
+        "results_bytes": memory.output_size_in_bytes,
+        "flops_vs_three_matmuls": flops / (6 * tokens * width * vocab),
+        "compile_seconds": seconds,
+        "compile_cpu_seconds": cpu,
+    }
 
 
 @contextlib.contextmanager
