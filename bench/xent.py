@@ -6,8 +6,8 @@
     python -m bench.xent --only cpu --shapes 2048,512,32768 8192,512,32768
 
 The table's CPU part is T = 2048 and 8192, D = 512 and 2048, V = 32,768 and 157,184: {work:.0f} times the quick
-run's arithmetic, so more than an hour. Every shape is written when it is done, and a second run with the same CSV goes on
-where the first stopped. The largest shapes need about 16 GB.
+run's arithmetic, so more than an hour. Every shape is written when it is done, and a second run with the same CSV
+goes on where the first stopped. The largest shapes need some 16 GB, by count.
 
 Every ratio comes from one process: all paths run in turn, round after round, forwards and backwards, and
 the median over rounds of a round's ratio counts, so a load that changes slowly cancels. Peers far behind in
@@ -38,7 +38,7 @@ PUBLISHED = (
 def main():
     arguments = _arguments()
     if arguments.quick:
-        rows = _xent_cpu.time_shape(QUICK, ROUNDS)
+        rows = _xent_cpu.time_shape(QUICK, arguments.rounds)
         for row in rows:
             _show(row)
     else:
@@ -82,7 +82,7 @@ def _fill(table, arguments):
     """Add what the table lacks: CPU shapes, then TPU topologies."""
     for tokens, width, vocab in [] if arguments.only == "tpu" else arguments.shapes:
         if not table.has(platform="cpu", T=tokens, D=width, V=vocab):
-            for row in _xent_cpu.time_shape((tokens, width, vocab), ROUNDS):
+            for row in _xent_cpu.time_shape((tokens, width, vocab), arguments.rounds):
                 table.add(row)
                 _show(row)
     if arguments.only == "cpu":
@@ -125,6 +125,9 @@ def _arguments():
     parser.add_argument(
         "--shapes", nargs="+", type=_shape, metavar="T,D,V", default=TABLE, help="of the CPU part"
     )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="of the CPU part; fewer where time is short"
+    )
     parser.add_argument("--tpu", nargs="+", metavar="TOPOLOGY", default=TOPOLOGIES, help="of the TPU part")
     parser.add_argument(
         "--csv", default="xent.csv", help="the table's file; rows it has are not measured again"
@@ -132,6 +135,8 @@ def _arguments():
     parser.add_argument("--png", default="xent.png", help="the table's picture")
     parser.add_argument("--json", help="file for the summary of the quick run")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
     if arguments.json and not arguments.quick:
         parser.error("--json is the summary of --quick; the table is written to --csv and --png")
     return arguments
