@@ -50,6 +50,16 @@ class VocabCut:
         return -(-self.num_columns // self.tile_size)
 
     @property
+    def score_bytes(self) -> int:
+        """Bytes of one score while it is held."""
+        return 2 if self.narrow_scores else self.accumulator_dtype.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one number of the gradient of `unembed` while it grows."""
+        return 3 if self.split_unembed else self.accumulator_dtype.itemsize
+
+    @property
     def has_padding(self) -> bool:
         """Whether some column of the whole vocabulary is no class."""
         return self.num_classes < self.num_columns * self.num_shards

@@ -1,7 +1,7 @@
 """The choice of implementation, tile sizes and layout, from shapes and backend alone."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,13 +88,8 @@ def explain_linear_cross_entropy(
     token_axes = () if sharding is None else (*sharding.rows, *sharding.positions)
     travel = tuple(axis for axis in axes if axis in token_axes)
     num_travel = 1 if sharding is None else sharding.size(travel)
-    operand = _operand_dtype(hidden, unembed, accumulator, backend, execution)
-    on_tpu = backend == "tpu" and accumulator == jnp.float32
-    # A soft cap's slope needs the score itself, to more digits than the steps have.
-    narrow = on_tpu and operand == jnp.bfloat16 and rules.logit_soft_cap is None
-    # On a mesh the sums are reduced over devices as float32 before they are cast.
-    splits = on_tpu and sharding is None
-    score_bytes = 2 if narrow else accumulator.itemsize
+    forms = _forms(hidden, unembed, accumulator, backend, rules, execution)
+    score_bytes = 2 if forms.narrow_scores else accumulator.itemsize
     sizes = tile_sizes(
         rows, positions, (unembed.shape[0], num_columns), num_travel, score_bytes, backend, execution
     )
@@ -105,27 +100,17 @@ def explain_linear_cross_entropy(
         axes=axes,
         num_shards=num_shards,
         keep_logits=sizes.keep_logits,
-        narrow_scores=narrow and sizes.keep_logits,
-        split_hidden=splits and hidden.dtype == jnp.bfloat16,
-        split_unembed=splits and unembed.dtype == jnp.bfloat16,
-        operand_dtype=operand,
+        narrow_scores=forms.narrow_scores and sizes.keep_logits,
+        split_hidden=forms.split_hidden,
+        split_unembed=forms.split_unembed,
+        operand_dtype=forms.operand,
         accumulator_dtype=accumulator,
         row_major_gradient=backend == "tpu",
         gather_targets=backend == "cpu",
     )
     num_tiles = num_token_tiles(positions if sizes.keep_rows else rows * positions, sizes.positions)
-    work = Workload(
-        num_tokens=num_heads * rows * positions * num_travel,
-        width=unembed.shape[0],
-        num_columns=num_columns,
-        num_token_tiles=num_heads * num_tiles,
-        operand_bytes=operand.itemsize,
-        sum_bytes=3 if vocab_cut.split_unembed else accumulator.itemsize,
-        score_bytes=score_bytes,
-        num_products=3 if sizes.keep_logits else 4,
-        cuts_vocabulary=num_shards > 1,
-        wide_floats=accumulator == jnp.float64,
-    )
+    num_tokens = num_heads * rows * positions * num_travel
+    work = _workload(num_tokens, num_heads * num_tiles, unembed.shape[0], vocab_cut)
     choice = choose(execution.implementation, work, rules, backend, _device_kind(execution))
     return XentPlan(
         implementation=choice.implementation,
@@ -138,8 +123,23 @@ def explain_linear_cross_entropy(
         sharding=sharding,
         residency=residency,
         logits_bytes=_logits_bytes(rows, num_travel, sizes, vocab_cut),
-        gradient_bytes=unembed.shape[0] * num_columns * work.sum_bytes,
+        gradient_bytes=unembed.shape[0] * num_columns * vocab_cut.sum_bytes,
         num_products=work.num_products,
+    )
+
+
+def _workload(num_tokens: int, num_token_tiles: int, width: int, cut: VocabCut) -> Workload:
+    return Workload(
+        num_tokens=num_tokens,
+        width=width,
+        num_columns=cut.num_columns,
+        num_token_tiles=num_token_tiles,
+        operand_bytes=cut.operand_dtype.itemsize,
+        sum_bytes=cut.sum_bytes,
+        score_bytes=cut.score_bytes,
+        num_products=3 if cut.keep_logits else 4,
+        cuts_vocabulary=cut.num_shards > 1,
+        wide_floats=cut.accumulator_dtype == jnp.float64,
     )
 
 
@@ -147,7 +147,7 @@ def _logits_bytes(rows: int, num_travel: int, sizes: TileSizes, cut: VocabCut) -
     """Bytes of the largest buffer with a token and a vocabulary dimension."""
     tokens = (rows if sizes.keep_rows else 1) * sizes.positions * num_travel
     numbers = tokens * sizes.columns * (cut.num_tiles if sizes.keep_logits else 1)
-    return numbers * (2 if cut.narrow_scores else cut.accumulator_dtype.itemsize)
+    return numbers * cut.score_bytes
 
 
 def _token_shape(
@@ -247,16 +247,37 @@ def _residency(
     return ("stationary", all_axes) if stationary else ("gathered", sharding.vocab)
 
 
-def _operand_dtype(
+class _Forms(NamedTuple):
+    """Type of the operands, and what is held in fewer bits."""
+
+    operand: jnp.dtype
+    narrow_scores: bool = False
+    split_hidden: bool = False
+    split_unembed: bool = False
+
+
+def _forms(
     hidden: jax.Array | jax.ShapeDtypeStruct,
     unembed: jax.Array | jax.ShapeDtypeStruct,
     accumulator: jnp.dtype,
     backend: Backend,
+    rules: XentRules,
     execution: XentExecution,
-) -> jnp.dtype:
+) -> _Forms:
     # A CPU multiplies bfloat16 no faster than float32, and float32 keeps the score gradients exact.
     if backend == "cpu":
-        return accumulator
+        return _Forms(accumulator)
+    operand = jnp.promote_types(hidden.dtype, unembed.dtype)
     if execution.compute_dtype is not None:
-        return jnp.dtype(execution.compute_dtype)
-    return jnp.promote_types(hidden.dtype, unembed.dtype)
+        operand = jnp.dtype(execution.compute_dtype)
+    if backend != "tpu" or accumulator != jnp.float32:
+        return _Forms(operand)
+    # On a mesh the sums are reduced over devices as float32 before they are cast.
+    splits = execution.sharding is None
+    return _Forms(
+        operand,
+        # A soft cap's slope needs the score itself, to more digits than the steps have.
+        narrow_scores=operand == jnp.bfloat16 and rules.logit_soft_cap is None,
+        split_hidden=splits and hidden.dtype == jnp.bfloat16,
+        split_unembed=splits and unembed.dtype == jnp.bfloat16,
+    )
