@@ -17,8 +17,8 @@ from ._config import Config
 from ._examples import Batch
 from ._mesh import MeshWork, check_mesh, make_mesh
 from ._sharding import BATCH_SPEC
-from ._state import abstract_state, make_optimizer, state_shardings
-from ._step import make_train_step
+from ._state import TrainState, abstract_state, make_optimizer, state_shardings
+from ._step import TrainStep, make_train_step
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,10 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
     Raises:
         ValueError: The mesh does not divide the work, or the compiler fails for another reason than memory.
     """
-    mesh = make_mesh(config.mesh, devices=devices)
-    check_mesh(mesh, mesh_work(config))
-    optimizer = make_optimizer(config.optimizer, config.model)
-    step = make_train_step(
-        config.model,
-        config.loss,
-        optimizer,
-        mesh,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        config=config.step,
-    )
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        abstract_state(config.model, optimizer),
-        state_shardings(config.model, optimizer, mesh),
-    )
+    mesh, step, (batch, state) = step_and_shapes(config, devices)
     start = time.monotonic()
     # jax.jit, not eqx.filter_jit: the latter takes shapes for static values. The model holds arrays alone.
-    lowered = jax.jit(step, donate_argnums=1).lower(_abstract_batch(config, mesh), state)
+    lowered = jax.jit(step, donate_argnums=1).lower(batch, state)
     middle, processor = time.monotonic(), time.process_time()
     compiled, failure = None, ""
     try:
@@ -120,6 +105,33 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
         needed_bytes=needed_bytes(failure),
         failure=failure,
     )
+
+
+def step_and_shapes(
+    config: Config, devices: Sequence[jax.Device]
+) -> tuple[Mesh, TrainStep, tuple[Batch, TrainState]]:
+    """The mesh, the step of `config` on it, and the shapes and places of the step's arguments.
+
+    Raises:
+        ValueError: The mesh does not divide the work.
+    """
+    mesh = make_mesh(config.mesh, devices=devices)
+    check_mesh(mesh, mesh_work(config))
+    optimizer = make_optimizer(config.optimizer, config.model)
+    step = make_train_step(
+        config.model,
+        config.loss,
+        optimizer,
+        mesh,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        config=config.step,
+    )
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        abstract_state(config.model, optimizer),
+        state_shardings(config.model, optimizer, mesh),
+    )
+    return mesh, step, (_abstract_batch(config, mesh), state)
 
 
 def mesh_work(config: Config) -> MeshWork:

@@ -15,11 +15,15 @@ POLICIES = ("none", "dots", "block")
 
 
 def candidates(config: Config, devices: Sequence[Any]) -> Iterator[Config]:
-    """Configs whose mesh divides the work: fsdp with up to 16 expert and 8 context devices, each with every policy."""
+    """Configs whose mesh divides the work: fsdp with up to 16 expert and 8 context devices, each with every policy.
+
+    Those with the fewest expert and context devices come first.
+    """
     count = len(devices)
     num_experts = config.model.moe.num_experts if config.model.moe else 1
     experts = [n for n in (1, 2, 4, 8, 16) if num_experts % n == 0]
-    for expert, context, remat in itertools.product(experts, (1, 2, 4, 8), POLICIES):
+    shapes = sorted(itertools.product(experts, (1, 2, 4, 8)), key=lambda shape: shape[0] * shape[1])
+    for (expert, context), remat in itertools.product(shapes, POLICIES):
         if count % (expert * context) or count < expert * context:
             continue
         mesh = MeshConfig(

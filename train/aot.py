@@ -1,8 +1,8 @@
 """`python -m train.aot CONFIG --topology v5p:4x4x4`: compiles the real step for a TPU topology, on any machine."""
 
 import argparse
+import json
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,14 @@ DOES_NOT_FIT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 fits, 1 does not fit, 2 wrong command or configuration."""
     options = _parser().parse_intermixed_args(arguments)
+    if options.sweep and options.save:
+        print("error: --save keeps one program, --sweep compiles many; leave one out", file=sys.stderr)
+        return USAGE_ERROR
     # The compiler is libtpu; this process computes nothing.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ._aot_chip import chip_of
     from ._aot_compile import compile_step, topology_devices
+    from ._aot_executable import save_executable
     from ._aot_report import make_report, markdown, save_report
     from ._config_load import ConfigError, load_config
 
@@ -37,46 +41,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         save_report(report, options.json)
     if options.save and step.compiled is not None:
-        print(_save_executable(step.compiled, options.save))
+        try:
+            size = save_executable(step.compiled, options.save)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USAGE_ERROR
+        print(
+            f"executable: {options.save} ({size / 2**20:.1f} MiB), for train._aot_executable.load_executable"
+        )
     return 0 if report.fits else DOES_NOT_FIT
 
 
 def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) -> int:
-    from ._aot_report import GIB, AotReport, save_report
+    from ._aot_report import GIB, AotReport, save_report, to_json
     from ._aot_sweep import ranked, sweep
 
-    reports = []
+    reports: list[AotReport] = []
+    num_refused = 0
     for result in sweep(config, options.topology, chip, devices, options.limit):
         if isinstance(result, AotReport):
             reports.append(result)
+            size, seconds = result.hbm_bytes_per_device / GIB, result.compile_seconds
+            print(f"{_mesh_words(result)}, {result.remat}: {size:.1f} GiB, {seconds:.0f} s", file=sys.stderr)
         else:
+            num_refused += 1
             print(f"refused: {result}", file=sys.stderr)
+    if not reports and not num_refused:
+        raise ValueError(
+            f"no mesh shape divides this work over {len(devices)} devices; change batch.num_rows or the topology"
+        )
+    best = ranked(reports)
     print("| mesh | remat | fits | GiB | step s | MFU |")
     print("|---|---|---|---|---|---|")
-    for report in ranked(reports):
-        mesh = " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1)
+    for report in best:
         print(
-            f"| {mesh} | {report.remat} | {'yes' if report.fits else 'no'} |"
+            f"| {_mesh_words(report)} | {report.remat} | {'yes' if report.fits else 'no'} |"
             f" {report.hbm_bytes_per_device / GIB:.1f} | {report.estimated_step_seconds:.3f} |"
             f" {report.estimated_mfu:.1%} |"
         )
-    if reports and options.json:
-        save_report(ranked(reports)[0], options.json)
+    if best and options.json:
+        save_report(best[0], options.json)
+        every = json.dumps([to_json(report) for report in best], indent=1)
+        options.json.with_suffix(".sweep.json").write_text(every + "\n")
     return 0 if any(report.fits for report in reports) else DOES_NOT_FIT
 
 
-def _save_executable(compiled: Any, path: Path) -> str:
-    """What became of saving: not every backend lets an executable out."""
-    from jax.experimental.serialize_executable import serialize
-
-    try:
-        payload = serialize(compiled)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        return f"the executable cannot be saved: {str(error).splitlines()[0]}"
-    path.write_bytes(pickle.dumps(payload))
-    return (
-        f"executable: {path} ({path.stat().st_size / 2**20:.1f} MiB); load it on devices of the same topology"
-    )
+def _mesh_words(report: Any) -> str:
+    return " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "1 device"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,8 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path, help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes to the config")
     parser.add_argument("--topology", required=True, help="such as v5p:4x4x4, v6e:4x4, tpu7x:4x4x4")
-    parser.add_argument("--json", type=Path, help="write the report here, with .md and .png beside it")
-    parser.add_argument("--save", type=Path, help="write the compiled executable here")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the report here, with .md and .png beside it; of a sweep, the best one's",
+    )
+    parser.add_argument("--save", type=Path, help="write the compiled executable here; not with --sweep")
     parser.add_argument(
         "--sweep", action="store_true", help="try mesh shapes and remat policies, rank those that fit"
     )

@@ -1,18 +1,24 @@
 """The report of a step compiled ahead of time, and what the command says when there is none."""
 
+import dataclasses
+import functools
 import json
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from train import _aot_compile
+from train import _aot_compile, _aot_sweep
 from train._aot_chip import chip_of
-from train._aot_compile import CompiledStep, compile_step, needed_bytes
+from train._aot_compile import CompiledStep, compile_step, needed_bytes, step_and_shapes
+from train._aot_executable import load_executable, save_executable
 from train._aot_report import GIB, make_report, markdown, save_report
+from train._aot_sweep import POLICIES, candidates, ranked
 from train._mesh import make_mesh
 from train.aot import main
 
-from .tiny import QUICKSTART, tiny_config
+from .tiny import QUICKSTART, tiny_config, tiny_overrides
 
 KEYS = {
     "fits",
@@ -88,3 +94,89 @@ def test_another_failure_of_the_compiler_is_no_lack_of_memory(tmp_path, monkeypa
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
     with pytest.raises(ValueError, match="not for lack of memory"):
         compile_step(tiny_config(tmp_path), jax.devices()[:1])
+
+
+@pytest.fixture
+def no_cache():
+    """Programs are compiled here: on CPUs, one that came from the persistent cache cannot be saved whole."""
+    is_enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_a_saved_executable_runs_without_being_compiled_again(tmp_path, no_cache):
+    config = tiny_config(tmp_path, "mesh.fsdp=4")
+    devices = jax.devices()[:4]
+    compiled = compile_step(config, devices).compiled
+    assert save_executable(compiled, tmp_path / "step") == (tmp_path / "step").stat().st_size
+    loaded = load_executable(config, devices, tmp_path / "step")
+    _, _, shapes = step_and_shapes(config, devices)
+
+    def ones():
+        return jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), shapes)
+
+    want, got = compiled(*ones()), loaded(*ones())
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def fitting(limit_bytes):
+    """Stands for the compiler: a policy that keeps more needs more, an expert axis needs less."""
+    kept = {"none": 300, "dots": 200, "block": 100}
+
+    def compile_step(config, devices):
+        needed = kept[config.model.remat] * GIB // config.mesh.expert
+        if needed > limit_bytes and config.mesh.context > 1:
+            raise ValueError("the compiler failed, and not for lack of memory: INTERNAL")
+        return CompiledStep(make_mesh(config.mesh, devices=devices), None, 1.0, 2.0, 3.0, needed, "")
+
+    return compile_step
+
+
+def test_candidates_of_a_sweep_divide_the_work_and_start_with_the_fewest_extra_axes(tmp_path):
+    config = tiny_config(tmp_path, "mesh.fsdp=4", "batch.num_rows=8")
+    found = [(c.mesh.expert, c.mesh.context) for c in candidates(config, jax.devices()[:4])]
+    assert found[: len(POLICIES)] == [(1, 1)] * len(POLICIES)
+    assert found == sorted(found, key=lambda axes: axes[0] * axes[1])
+    assert {(2, 1), (1, 2)} <= set(found[len(POLICIES) : 3 * len(POLICIES)])
+    for changed in candidates(config, jax.devices()[:4]):
+        assert config.batch.num_rows % (4 // changed.mesh.context) == 0
+
+
+def test_a_sweep_says_what_it_tried_and_ranks_those_that_fit_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_aot_sweep, "compile_step", fitting(0))
+    monkeypatch.setattr(_aot_compile, "topology_devices", lambda *_: jax.devices()[:4])
+    out = tmp_path / "sweep.json"
+    command = [str(QUICKSTART), *tiny_overrides(tmp_path, "batch.num_rows=8"), "--topology", "v5p:2x2x1"]
+    assert main([*command, "--sweep", "--limit", "9", "--json", str(out)]) == 1  # nothing was compiled
+    said = capsys.readouterr()
+    rows = [line for line in said.out.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) + said.err.count("refused") == 9
+    assert said.err.count("GiB") == len(rows)  # one line as each is done
+    sizes = [float(row.split("|")[4]) for row in rows]
+    assert sizes == sorted(sizes)
+    assert json.loads(out.read_text())["hbm_bytes_per_device"] == min(sizes) * GIB
+    every = json.loads(out.with_suffix(".sweep.json").read_text())
+    assert [report["hbm_bytes_per_device"] for report in every] == [size * GIB for size in sizes]
+
+
+def test_a_sweep_without_a_mesh_that_divides_the_work_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_aot_compile, "topology_devices", lambda *_: jax.devices()[:3])
+    command = [str(QUICKSTART), *tiny_overrides(tmp_path, "batch.num_rows=8"), "--topology", "v5p:2x2x1"]
+    assert main([*command, "--sweep"]) == 2
+    assert "no mesh shape divides" in capsys.readouterr().err
+
+
+def test_ranking_puts_the_fastest_that_fits_first(tmp_path):
+    config = tiny_config(tmp_path)
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
+    report = make_report(config, "v5p:2x2x1", V5P, CompiledStep(mesh, None, 1.0, 2.0, 3.0, 7 * GIB, ""))
+    make = functools.partial(dataclasses.replace, report)
+    slow, fast = make(fits=True, estimated_step_seconds=2.0), make(fits=True, estimated_step_seconds=1.0)
+    large, small = make(hbm_bytes_per_device=9 * GIB), make(hbm_bytes_per_device=8 * GIB)
+    assert ranked([large, slow, small, fast]) == [fast, slow, small, large]
