@@ -45,7 +45,7 @@ TRAINED = {
         "mtp_loss_scaling_factor=0.1",
         "load_balance_loss_weight=0.0001",
         "routed_bias_update_rate=0.001",
-        # Every expert on every token: on CPU its fastest path, faster than sparse_matmul=true megablox=false.
+        # Every expert on every token; the other path on CPU is sparse_matmul=true megablox=false.
         "sparse_matmul=false",
         "capacity_factor=-1",
         *_COMMON,
