@@ -62,7 +62,10 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
         if isinstance(result, AotReport):
             reports.append(result)
             size, seconds = result.hbm_bytes_per_device / GIB, result.compile_seconds
-            print(f"{_mesh_words(result)}, {result.remat}: {size:.1f} GiB, {seconds:.0f} s", file=sys.stderr)
+            print(
+                f"{_mesh_words(result)}, {result.remat}: {size:.3g} GiB, {seconds:.0f} s to compile",
+                file=sys.stderr,
+            )
         else:
             num_refused += 1
             print(f"refused: {result}", file=sys.stderr)
@@ -76,7 +79,7 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
     for report in best:
         print(
             f"| {_mesh_words(report)} | {report.remat} | {'yes' if report.fits else 'no'} |"
-            f" {report.hbm_bytes_per_device / GIB:.1f} | {report.estimated_step_seconds:.3f} |"
+            f" {report.hbm_bytes_per_device / GIB:.3g} | {report.estimated_step_seconds:.3g} |"
             f" {report.estimated_mfu:.1%} |"
         )
     if best and options.json:
