@@ -264,12 +264,13 @@ def _forms(
     rules: XentRules,
     execution: XentExecution,
 ) -> _Forms:
-    # A CPU multiplies bfloat16 no faster than float32, and float32 keeps the score gradients exact.
-    if backend == "cpu":
-        return _Forms(accumulator)
-    operand = jnp.promote_types(hidden.dtype, unembed.dtype)
     if execution.compute_dtype is not None:
         operand = jnp.dtype(execution.compute_dtype)
+    elif backend == "cpu":
+        # Left to itself a CPU keeps the score gradients exact.
+        operand = accumulator
+    else:
+        operand = jnp.promote_types(hidden.dtype, unembed.dtype)
     if backend != "tpu" or accumulator != jnp.float32:
         return _Forms(operand)
     # On a mesh the sums are reduced over devices as float32 before they are cast.

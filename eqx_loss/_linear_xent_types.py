@@ -182,9 +182,10 @@ class XentExecution:
         tiling: Tile sizes; None has them chosen from shapes and backend.
         sharding: Layout on a mesh; None means one device, or arrays the compiler partitions
             (correct, but the gradient of `unembed` is then reduced once per token tile).
-        compute_dtype: Type of the operands of the three products on an accelerator; None
-            is the promoted type of hidden and unembed. Each product sums in float32 (or float64); on a
-            TPU, sums whose result is bfloat16 are held in 24 bits between token tiles.
+        compute_dtype: Type of the operands of the three products; None is the promoted type of
+            hidden and unembed on an accelerator, and at least float32 on a CPU. Each product
+            sums in float32 (or float64); on a TPU, sums whose result is bfloat16 are held in 24
+            bits between token tiles.
         backend: Where it will run; None asks the mesh, else the default backend.
         max_logits_bytes: Budget of the kept logits, bytes a device; None is the backend's default.
     """

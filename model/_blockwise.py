@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._precision import at_least_float32
 
-DEFAULT_BLOCK = 512
+DEFAULT_BLOCK = 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

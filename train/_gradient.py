@@ -126,7 +126,7 @@ def micro_totals(
         jnp.concatenate([weights.lm_objective[None], weights.mtp_objective]),
         mask=jnp.concatenate([weights.lm_mask[None], weights.mtp_mask]),
         rules=XentRules(z_loss_multiplier=(plan.semantics.z_loss_multiplier, *[0.0] * num_depths)),
-        execution=XentExecution(backend=plan.layout.backend),
+        execution=XentExecution(backend=plan.layout.backend, compute_dtype=facts.hidden.dtype),
     )
     terms, counts = None, None
     if facts.router is not None:
