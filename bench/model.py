@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -52,7 +52,9 @@ TINY = ModelConfig(
     ),
     dtype="float32",
 )
-ROWS, POSITIONS = 2, 512
+# Rows and positions. transformers runs KDA as a loop over positions, so its time grows with them and hardly with rows.
+SHAPES = ((2, 512), (1, 2048))
+MORE_SHAPES = ((8, 128), (1, 4096))
 MOE_SHAPE = (2048, 8, 64, 256, 128)  # tokens, experts of a token, experts, width, width of an expert
 
 
@@ -63,7 +65,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 rounds instead of 9, two shapes instead of four"
+    )
     parser.add_argument("--json", metavar="OUT", help="file for the numbers")
     parser.add_argument(
         "--reference-python", metavar="PYTHON", help="interpreter with torch and transformers"
@@ -71,7 +75,8 @@ def main() -> int:
     options = parser.parse_args()
     rounds = 3 if options.quick else 9
     report: dict[str, Any] = {"jax": jax.__version__, "cpus": os.cpu_count()}
-    report |= measure_model(options.reference_python, rounds)
+    shapes = SHAPES if options.quick else SHAPES + MORE_SHAPES
+    report |= measure_model(options.reference_python, rounds, shapes)
     report |= measure_moe(rounds)
     report |= measure_kda()
     text = json.dumps(report, indent=2)
@@ -81,14 +86,26 @@ def main() -> int:
     return 0
 
 
-def measure_model(reference_python: str | None, rounds: int) -> dict[str, Any]:
-    """Tokens per second of both, their ratio (ours over theirs), and the difference of the losses."""
+def measure_model(
+    reference_python: str | None, rounds: int, shapes: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Both sides' tokens per second for every shape. `tokens_per_s_vs_hf` is the ratio for `SHAPES[-1]`."""
     model = init_model(TINY, key=jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (ROWS, POSITIONS))
+    results = [_measure_shape(model, reference_python, rounds, shape) for shape in shapes]
+    headline = results[shapes.index(SHAPES[-1])]
+    return {"tokens_per_s_vs_hf": headline["tokens_per_s_vs_hf"], "model": results}
+
+
+def _measure_shape(
+    model: Transformer, reference_python: str | None, rounds: int, shape: tuple[int, int]
+) -> dict[str, Any]:
+    """Tokens per second of both, their ratio (ours over theirs), and the difference of the losses."""
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, shape)
     run, compile_seconds = _ours(model, jnp.asarray(tokens, dtype=jnp.int32))
+    result: dict[str, Any] = {"shape": shape, "compile_seconds": compile_seconds}
     if reference_python is None:
         ours = statistics.median(_seconds(run)[0] for _ in range(rounds))
-        return {
+        return result | {
             "tokens_per_s": tokens.size / ours,
             "tokens_per_s_vs_hf": None,
             "hf": "no --reference-python given",
@@ -98,11 +115,10 @@ def measure_model(reference_python: str | None, rounds: int) -> dict[str, Any]:
         np.save(pathlib.Path(folder) / "tokens.npy", tokens)
         pairs, loss, facts = _in_turns(reference_python, folder, run, rounds)
     ours, theirs = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    return {
+    return result | {
         "tokens_per_s": tokens.size / ours,
         "hf_tokens_per_s": tokens.size / theirs,
         "tokens_per_s_vs_hf": statistics.median(b / a for a, b in pairs),
-        "compile_seconds": compile_seconds,
         "loss_difference": abs(loss - facts["loss"]),
         "hf": facts,
     }
