@@ -17,6 +17,7 @@ COLUMNS = (
     "rounds",
     "max_rel_error",
     "flops_vs_three_matmuls",
+    "moved_bytes",
     "compile_seconds",
     "compile_cpu_seconds",
 )

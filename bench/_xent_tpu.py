@@ -48,9 +48,11 @@ def row(topology, name, shape=SHAPE, dtype=jnp.bfloat16):
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
     memory = compiled.memory_analysis()
     if name.endswith("mosaic_tpu"):
-        flops = compiled.cost_analysis()["flops"]
+        # What a kernel does inside is in no program text; its flops are by its own account.
+        flops, moved = compiled.cost_analysis()["flops"], None
     else:
-        flops = count_program(parse_program(compiled.as_text()), {}).flops
+        cost = count_program(parse_program(compiled.as_text()), {})
+        flops, moved = cost.flops, cost.num_bytes
     return {
         "platform": topology,
         "path": name,
@@ -60,6 +62,7 @@ def row(topology, name, shape=SHAPE, dtype=jnp.bfloat16):
         "temporaries_bytes": memory.temp_size_in_bytes,
         "results_bytes": memory.output_size_in_bytes,
         "flops_vs_three_matmuls": flops / (6 * tokens * width * vocab),
+        "moved_bytes": moved,
         "compile_seconds": seconds,
         "compile_cpu_seconds": cpu,
     }

@@ -66,7 +66,8 @@ def _read_bytes(program: Program, body: Sequence[Instruction], value: Instructio
         is_first = user.operands[0] == value.name
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
             total += user.num_bytes
-        elif user.opcode == "bitcast":
+        elif user.opcode in ("bitcast", "copy") or _only_copies(program, user):
+            # Inside a fusion another layout is a view: no part is made that is not used.
             total += _read_bytes(program, body, user)
         elif user.opcode == "fusion":
             inside = _body(program, user)
@@ -79,6 +80,12 @@ def _read_bytes(program: Program, body: Sequence[Instruction], value: Instructio
         elif not (user.opcode == "dynamic-update-slice" and is_first):
             return value.num_bytes
     return min(total, value.num_bytes)
+
+
+def _only_copies(program: Program, fusion: Instruction) -> bool:
+    """Whether a fusion inside a fusion is nothing but one operand in another layout."""
+    inside = _body(program, fusion) if fusion.opcode == "fusion" else ()
+    return len(inside) == 2 and inside[0].opcode == "parameter" and inside[1].opcode in ("bitcast", "copy")
 
 
 def _written_bytes(program: Program, body: Sequence[Instruction], shapes: Sequence[Shape]) -> int:

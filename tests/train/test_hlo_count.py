@@ -186,9 +186,15 @@ def test_memory_that_the_compiler_asked_for_in_vain_is_read():
     assert needed_bytes("other") is None
 
 
-def test_bytes_count_the_slice_that_a_nested_fusion_reads_and_nothing_in_fast_memory():
+@pytest.mark.parametrize("view", ["bitcast(%b)", "copy(%b)", "fusion(%b), kind=kLoop, calls=%other_layout"])
+def test_bytes_count_the_slice_that_a_nested_fusion_reads_and_nothing_in_fast_memory(view):
     program = parse_program(
         """HloModule m
+
+%other_layout (c: f32[64,8]) -> f32[64,8] {
+  %c = f32[64,8]{1,0:T(8,128)} parameter(0)
+  ROOT %copied = f32[64,8]{1,0} copy(%c)
+}
 
 %inner (a: f32[64,8], i: s32[]) -> f32[1,8] {
   %a = f32[64,8]{1,0} parameter(0)
@@ -201,7 +207,7 @@ def test_bytes_count_the_slice_that_a_nested_fusion_reads_and_nothing_in_fast_me
   %b = f32[64,8]{1,0:T(8,128)} parameter(0)
   %j = s32[]{:T(128)S(6)} parameter(1)
   %near = f32[1,8]{1,0:T(8,128)S(1)} parameter(2)
-  %view = f32[64,8]{1,0} bitcast(%b)
+  %view = f32[64,8]{1,0} VIEW
   %one = f32[1,8]{1,0} fusion(%view, %j), kind=kLoop, calls=%inner
   ROOT %sum = f32[1,8]{1,0} add(%one, %near)
 }
@@ -212,7 +218,7 @@ ENTRY %main (x: f32[64,8], k: s32[], near: f32[1,8]) -> f32[1,8] {
   %y = f32[1,8]{1,0:S(1)} parameter(2)
   ROOT %out = f32[1,8]{1,0} fusion(%x, %k, %y), kind=kLoop, calls=%outer
 }
-"""
+""".replace("VIEW", view)
     )
     row = 8 * 4
     assert count_program(program, {"data": 1}).num_bytes == row + row  # the slice is read, the result written
