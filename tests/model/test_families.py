@@ -44,6 +44,7 @@ def _distinct_tokens():
     return jnp.arange(2 * ROW, dtype=jnp.int32).reshape(2, ROW)
 
 
+@pytest.mark.slow
 def test_earlier_and_foreign_positions_get_no_gradient_from_a_position(model):
     segment_ids, positions = samples.packed(DOCUMENTS, ROW)
     probe, mtp_probe = _probes(model, segment_ids)
@@ -119,6 +120,7 @@ def test_packed_documents_equal_documents_alone(model):
         np.testing.assert_allclose(score_sums, packed_out.router.score_sums.sum(1), rtol=RTOL)
 
 
+@pytest.mark.slow
 def test_gradient_agrees_with_finite_differences(model):
     segment_ids, positions = samples.packed(DOCUMENTS, ROW)
     tokens = samples.random_tokens((2, ROW))

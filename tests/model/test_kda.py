@@ -290,6 +290,7 @@ def test_the_backward_pass_keeps_states_between_chunks_only():
     assert [shape for shape in kept if shape not in inputs and len(shape) > 1] == [(10, 2, 2, 32, 32)]
 
 
+@pytest.mark.slow
 def test_works_under_vmap_remat_and_scan(x64):
     arrays = {name: np.stack([x, x[::-1]]) for name, x in draw(18, 65).items()}
     probe = probes(arrays["v"].shape[1:], arrays["initial_state"].shape[1:])

@@ -58,6 +58,7 @@ def test_a_step_that_does_not_fit_says_how_much_is_missing_and_what_to_change(tm
     assert "reduce_gradients=micro_step" in text
 
 
+@pytest.mark.slow
 def test_the_report_of_a_compiled_step_has_every_field(tmp_path):
     config = tiny_config(tmp_path, "mesh.fsdp=4")
     report = make_report(config, "v5p:2x2x1", V5P, compile_step(config, jax.devices()[:4]))

@@ -97,6 +97,7 @@ def test_the_pair_that_no_megatron_run_has_is_warned_of(tmp_path, capsys):
     assert "warning: loss: calculate_per_token_loss=false" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_table_and_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     show_step = _display.Display.show_step
 

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from model import KdaConfig
 from train._optimizer import OptimizerConfig
@@ -11,6 +12,7 @@ from train._schedule import ScheduleConfig
 from .step_cases import tiny_config, tiny_model
 
 
+@pytest.mark.slow
 def test_each_bias_moves_by_the_counts_of_its_own_layer():
     """Dense, linear, full, 2 x (2 linear, full), MTP: layer i alone overloads expert i."""
     config = tiny_config(num_layers=9, layer_group_size=3, kda=KdaConfig(num_heads=4, head_dim=8))
