@@ -4,7 +4,7 @@ import csv
 import json
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # name: (reach, True where it is a least)
@@ -98,13 +98,32 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def write(cases: Sequence[dict[str, Any]], json_path: str | None, csv_path: str | None) -> None:
     """Writes what is there so far: a later case may fail."""
+    lines = (
+        (
+            case["work"],
+            case["dtype"],
+            name,
+            case["ours"][name],
+            case["maxtext"][name],
+            case["ratios"].get(name, ""),
+        )
+        for case in cases
+        for _, name, _, _ in _ROWS
+    )
+    write_files(
+        cases, (("work", "dtype", "measure", "ours", "maxtext", "ratio"), *lines), json_path, csv_path
+    )
+
+
+def write_files(
+    cases: Sequence[dict[str, Any]],
+    lines: Iterable[Sequence[Any]],
+    json_path: str | None,
+    csv_path: str | None,
+) -> None:
+    """`cases` as JSON and `lines` as CSV, each where a path is given."""
     if json_path:
         pathlib.Path(json_path).write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
     if csv_path:
         with open(csv_path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("work", "dtype", "measure", "ours", "maxtext", "ratio"))
-            for case in cases:
-                for _, name, _, _ in _ROWS:
-                    values = (case["ours"][name], case["maxtext"][name], case["ratios"].get(name, ""))
-                    writer.writerow((case["work"], case["dtype"], name, *values))
+            csv.writer(file).writerows(lines)

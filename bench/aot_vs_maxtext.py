@@ -12,7 +12,6 @@ code. MaxText runs with its default flags; add others with --set.
 """
 
 import argparse
-import csv
 import json
 import os
 import pathlib
@@ -22,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from ._maxtext_table import write_files
 from ._maxtext_works import COMPILED, CONFIGS, add_python_argument, find_python, replace_settings
 
 # Ours over MaxText's, at most.
@@ -190,16 +190,17 @@ def table(case: dict[str, Any]) -> str:
 
 def write(cases: Sequence[dict[str, Any]], json_path: str | None, csv_path: str | None) -> None:
     """Writes what is there so far: the next side takes minutes and may fail."""
-    if json_path:
-        pathlib.Path(json_path).write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
-    if csv_path:
-        with open(csv_path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("case", "measure", "ours", "maxtext", "ratio"))
-            for case in cases:
-                for _, name, _, _ in _ROWS:
-                    values = [case.get(side, {}).get(name, "") for side in ("ours", "maxtext")]
-                    writer.writerow((case["case"], name, *values, case.get("ratios", {}).get(name, "")))
+    lines = (
+        (
+            case["case"],
+            name,
+            *(case.get(side, {}).get(name, "") for side in ("ours", "maxtext")),
+            case.get("ratios", {}).get(name, ""),
+        )
+        for case in cases
+        for _, name, _, _ in _ROWS
+    )
+    write_files(cases, (("case", "measure", "ours", "maxtext", "ratio"), *lines), json_path, csv_path)
 
 
 def _parser() -> argparse.ArgumentParser:

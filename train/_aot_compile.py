@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from ._config import Config
 from ._examples import Batch
-from ._mesh import MeshWork, check_mesh, make_mesh
+from ._mesh import check_mesh, make_mesh
+from ._mesh_work import mesh_work
 from ._sharding import BATCH_SPEC
 from ._state import TrainState, abstract_state, make_optimizer, state_shardings
 from ._step import TrainStep, make_train_step
@@ -132,23 +133,6 @@ def step_and_shapes(
         state_shardings(config.model, optimizer, mesh),
     )
     return mesh, step, (_abstract_batch(config, mesh), state)
-
-
-def mesh_work(config: Config) -> MeshWork:
-    """What the mesh of `config` has to divide."""
-    model = config.model
-    attention = model.mla or model.gqa
-    widths = [model.intermediate_size, model.moe.moe_intermediate_size if model.moe else None]
-    return MeshWork(
-        num_rows=config.batch.num_rows,
-        num_positions=config.batch.num_positions,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        num_heads=attention.num_heads if attention else 1,
-        num_experts=model.moe.num_experts if model.moe else 0,
-        vocab_size=model.vocab_size,
-        ffn_sizes=tuple(width for width in widths if width is not None),
-        model_size=model.hidden_size,
-    )
 
 
 def needed_bytes(failure: str) -> int | None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ._aot_chip import Chip
-from ._aot_compile import compile_step, mesh_work
+from ._aot_compile import compile_step
 from ._aot_report import AotReport, make_report
 from ._config import Config
 from ._mesh import MeshConfig, check_mesh, make_mesh
+from ._mesh_work import mesh_work
 
 POLICIES = ("none", "dots", "block")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from typing import Any
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
-
-from model import ModelConfig
 
 from ._config import Config
 from ._data import (
@@ -25,7 +22,8 @@ from ._data import (
 )
 from ._evaluate import Evaluate, EvaluationSums, make_evaluate
 from ._examples import Batch
-from ._mesh import MeshWork, check_mesh, make_mesh
+from ._mesh import check_mesh, make_mesh
+from ._mesh_work import mesh_work
 from ._optimizer import Optimizer
 from ._packing import Rows, empty_rows
 from ._sharding import BATCH_SPEC
@@ -165,28 +163,3 @@ def make_program(
         _train_step=step,
         _evaluate=eqx.filter_jit(make_evaluate(plan)),
     )
-
-
-def mesh_work(config: Config) -> MeshWork:
-    """What the mesh of a run has to divide."""
-    model, moe = config.model, config.model.moe
-    ffn_sizes = (
-        model.intermediate_size,
-        *((moe.moe_intermediate_size, moe.shared_intermediate_size) if moe else ()),
-    )
-    return MeshWork(
-        num_rows=config.batch.num_rows,
-        num_positions=config.batch.num_positions,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        num_heads=_common_heads(model),
-        num_experts=0 if moe is None else moe.num_experts,
-        vocab_size=model.vocab_size,
-        ffn_sizes=tuple(size for size in ffn_sizes if size),
-        model_size=model.hidden_size,
-    )
-
-
-def _common_heads(model: ModelConfig) -> int:
-    """What divides these heads divides those of every mixer."""
-    mixers = (model.mla, model.gqa, model.kda, model.lightning)
-    return math.gcd(*(mixer.num_heads for mixer in mixers if mixer is not None))

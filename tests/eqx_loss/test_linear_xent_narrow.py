@@ -210,7 +210,7 @@ def test_parts_smaller_than_a_bfloat16_can_hold_are_summed():
     found = np.asarray(_linear_xent_narrow.whole_sum(total(parts)))
     assert (found[:, :3] == 1).all()
     assert (found[:, 11:] == 1).all()
-    # Each addition loses at most half a step of a number below 2.
+    # Not a loose tolerance: 1000 additions, each of which loses at most half a step of a number below 2.
     np.testing.assert_allclose(found[:, 3:11], 1 + 1000 * 2.0**-10, atol=1000 * HALF_STEP)
 
 

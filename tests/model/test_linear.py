@@ -27,6 +27,7 @@ def test_slopes_equal_loops(x64, equation, form):
         np.einsum(f"{result},{right}->{left}", slope, weight),
         np.einsum(f"{left},{result}->{right}", x, slope),
     )
+    # float64, sums of at most 10 terms: a few roundings of 1.1e-16, with room.
     for got, want in zip(form(equation, *map(jnp.asarray, (x, weight, slope))), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-14)
 
