@@ -1,10 +1,18 @@
 """Mesh sizes, slices and refused combinations."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from model import KdaConfig, MoeConfig
+from train import _aot_compile
 from train._mesh import MESH_AXES, MeshConfig, MeshWork, check_mesh, make_mesh, mesh_sizes
+from train._mesh_work import mesh_work
+
+from . import tiny
+from .step_cases import tiny_config
 
 WORK = MeshWork(
     num_rows=16,
@@ -84,3 +92,23 @@ def test_expert_axis_without_experts_is_refused():
     dense = MeshWork(**{**vars(WORK), "num_experts": 0})
     with pytest.raises(ValueError, match="no experts"):
         check_mesh(mesh, dense)
+
+
+def test_work_of_a_mesh_counts_the_heads_of_every_mixer_and_the_width_of_shared_experts(tmp_path):
+    """Ahead of time as in training: 4 heads of attention and 6 of KDA are divided by 2 devices at most."""
+    model = tiny_config(
+        layer_group_size=2,
+        kda=KdaConfig(num_heads=6, head_dim=8),
+        moe=MoeConfig(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            num_shared_experts=1,
+            shared_expert_intermediate_size=20,
+            num_routing_groups=2,
+        ),
+    )
+    work = mesh_work(dataclasses.replace(tiny.tiny_config(tmp_path), model=model))
+    assert work.num_heads == 2
+    assert work.ffn_sizes == (32, 16, 20)
+    assert _aot_compile.mesh_work is mesh_work
