@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from ._compiler import compiler_options
 from ._config import Config
 from ._examples import Batch
 from ._mesh import check_mesh, make_mesh
@@ -86,7 +87,8 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
     mesh, step, (batch, state) = step_and_shapes(config, devices)
     start = time.monotonic()
     # jax.jit, not eqx.filter_jit: the latter takes shapes for static values. The model holds arrays alone.
-    lowered = jax.jit(step, donate_argnums=1).lower(batch, state)
+    program = jax.jit(step, donate_argnums=1, compiler_options=compiler_options(mesh))
+    lowered = program.lower(batch, state)
     middle, processor = time.monotonic(), time.process_time()
     compiled, failure = None, ""
     try:

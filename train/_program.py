@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from ._compiler import compiler_options
 from ._config import Config
 from ._data import (
     Dataset,
@@ -70,7 +71,8 @@ class Program:
         start = time.monotonic()
         if self._compiled is not None:
             return 0.0
-        step: Any = eqx.filter_jit(self._train_step, donate="all-except-first")
+        options = compiler_options(self.mesh)
+        step: Any = eqx.filter_jit(self._train_step, donate="all-except-first", compiler_options=options)
         # Compiled once and called directly: filter_jit waits for the result at every call.
         self._compiled = step.lower(self._padding_batch(), state).compile()
         _return_freed_memory()
@@ -161,5 +163,5 @@ def make_program(
         mesh=mesh,
         optimizer=optimizer,
         _train_step=step,
-        _evaluate=eqx.filter_jit(make_evaluate(plan)),
+        _evaluate=eqx.filter_jit(make_evaluate(plan), compiler_options=compiler_options(mesh)),
     )

@@ -2,20 +2,31 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
 
+from model._grouped import grouped_matmul
 from train import _aot_compile, _aot_sweep
 from train._aot_chip import chip_of
-from train._aot_compile import CompiledStep, compile_step, needed_bytes, step_and_shapes
+from train._aot_compile import (
+    CompiledStep,
+    compile_step,
+    needed_bytes,
+    step_and_shapes,
+    topology_devices,
+)
 from train._aot_executable import load_executable, save_executable
 from train._aot_report import GIB, make_report, markdown, save_report
 from train._aot_sweep import POLICIES, candidates, ranked
-from train._mesh import make_mesh
+from train._compiler import compiler_options
+from train._mesh import MeshConfig, make_mesh
 from train.aot import main
 
 from .tiny import QUICKSTART, tiny_config, tiny_overrides
@@ -181,3 +192,18 @@ def test_ranking_puts_the_fastest_that_fits_first(tmp_path):
     slow, fast = make(fits=True, estimated_step_seconds=2.0), make(fits=True, estimated_step_seconds=1.0)
     large, small = make(hbm_bytes_per_device=9 * GIB), make(hbm_bytes_per_device=8 * GIB)
     assert ranked([large, slow, small, fast]) == [fast, slow, small, large]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_a_row_is_multiplied_with_the_matrix_of_its_expert_only(topology):
+    mesh = make_mesh(MeshConfig(), devices=topology_devices(topology))
+    place = NamedSharding(mesh, PartitionSpec())
+    num_rows, width, inner, num_experts = 1024, 256, 128, 8
+    shapes = (
+        jax.ShapeDtypeStruct((num_rows, width), jnp.bfloat16, sharding=place),
+        jax.ShapeDtypeStruct((num_experts, width, inner), jnp.bfloat16, sharding=place),
+        jax.ShapeDtypeStruct((num_experts,), jnp.int32, sharding=place),
+    )
+    program = jax.jit(grouped_matmul, compiler_options=compiler_options(mesh)).lower(*shapes).compile()
+    assert program.cost_analysis()["flops"] < 1.5 * 2 * num_rows * width * inner
