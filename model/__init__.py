@@ -15,6 +15,8 @@ from ._config import RopeConfig as RopeConfig
 from ._config import YarnConfig as YarnConfig
 from ._conv import causal_conv1d as causal_conv1d
 from ._decode import decode as decode
+from ._expert_exchange import ExchangeWork as ExchangeWork
+from ._expert_exchange import ExpertExchange as ExpertExchange
 from ._kda import DecayGate as DecayGate
 from ._kda import kda_chunked as kda_chunked
 from ._kda import kda_gated_chunked as kda_gated_chunked

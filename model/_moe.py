@@ -1,4 +1,7 @@
-"""Experts: every token passes the few it is routed to, and the shared ones. Nothing is dropped."""
+"""Experts: every token passes the few it is routed to, and the shared ones.
+
+Nothing is dropped, unless a mesh with an expert axis is given a buffer that is too small for what its routers send.
+"""
 
 import functools
 
@@ -9,11 +12,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._config import MoeConfig
 from ._constants import LayerConstants
+from ._expert_exchange import ExchangeWork
 from ._ffn import SwiGlu, init_swiglu, swiglu
 from ._grouped import grouped_matmul
 from ._linear import init_normal
 from ._parallel import Parallel
-from ._parallel_experts import Copies, buffer_rows, run_across
+from ._parallel_experts import Copies, run_across
+from ._parallel_visits import run_visited
 from ._param import matrix
 from ._router import Router, RouterFacts, init_router, router_facts
 from ._rows import Rows
@@ -44,11 +49,13 @@ class Moe(eqx.Module):
         tokens = jnp.reshape(x, (batch * length, width))
         chosen = jnp.reshape(routing.experts, (batch * length, -1))
         weights = jnp.reshape(routing.weights, chosen.shape)
-        y = run_experts(self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel)
+        y, overflow = run_experts(
+            self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel
+        )
         y = jnp.reshape(y, x.shape)
         if self.shared is not None:
             y = y + self.shared(x, rows.axes, constants.shared_limit)
-        return y, router_facts(routing, rows.router_mask)
+        return y, router_facts(routing, rows.router_mask, overflow)
 
 
 def run_experts(
@@ -58,8 +65,8 @@ def run_experts(
     weights: Float[Array, "T A"],
     limit: Float[Array, ""] | None = None,
     parallel: Parallel | None = None,
-) -> Float[Array, "T D"]:
-    """Each token's weighted sum over its chosen experts.
+) -> tuple[Float[Array, "T D"], Int[Array, ""] | None]:
+    """Each token's weighted sum over its chosen experts, and how many of this device's copies were dropped.
 
     Tokens are copied A times, sorted by expert, multiplied in groups and sorted back. The weight multiplies before
     the down projection, where it is F wide.
@@ -70,7 +77,11 @@ def run_experts(
         chosen: Experts of each token, all different.
         weights: Their factors.
         limit: SwiGLU clamp.
-        parallel: With an expert axis, `experts` are those of this device and tokens travel to theirs.
+        parallel: With an expert axis, `experts` are those of this device and tokens travel to theirs, or experts to
+            the tokens.
+
+    Returns:
+        The sums; the number of copies without a place, which weigh 0 in them, or None where all have one.
     """
     mesh = None if parallel is None or parallel.expert_axis is None else parallel
     num_local, num_chosen = experts.gate.shape[0], chosen.shape[1]
@@ -84,20 +95,47 @@ def run_experts(
         experts=flat[order],
         group_sizes=jnp.bincount(flat, length=num_experts).astype(jnp.int32),
     )
-
-    def products(x: Array, weights: Array, group_sizes: Array) -> Array:
-        dtype = x.dtype
-        gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
-        up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
-        hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(dtype)
-        return grouped_matmul(hidden, experts.down.astype(dtype), group_sizes)
-
-    if mesh is not None:
-        capacity = buffer_rows(tokens.shape[0], num_chosen, num_local)
-        done = run_across(copies, capacity, products, mesh)
+    if mesh is None:
+        done, overflow = expert_products(experts, *copies[:2], copies.group_sizes, limit), None
     else:
-        done = products(copies.rows, copies.weights, copies.group_sizes)
-    return _collect(done, order, inverse, num_chosen)
+        done, overflow = _exchange(experts, copies, limit, mesh, num_chosen)
+    return _collect(done, order, inverse, num_chosen), overflow
+
+
+def expert_products(
+    experts: Experts,
+    x: Float[Array, "N D"],
+    weights: Float[Array, " N"],
+    group_sizes: Int[Array, " E"],
+    limit: Float[Array, ""] | None,
+) -> Float[Array, "N D"]:
+    """Rows sorted by expert through their expert, times their weight; rows beyond the groups come out undefined."""
+    dtype = x.dtype
+    gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
+    up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
+    hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(dtype)
+    return grouped_matmul(hidden, experts.down.astype(dtype), group_sizes)
+
+
+def _exchange(
+    experts: Experts, copies: Copies, limit: Array | None, mesh: Parallel, num_chosen: int
+) -> tuple[Float[Array, "N D"], Int[Array, ""] | None]:
+    """`expert_products` of copies whose experts are on several devices, and how many copies were dropped."""
+    num_local, width, expert_size = experts.gate.shape
+    work = ExchangeWork(
+        num_tokens=copies.rows.shape[0] // num_chosen,
+        num_chosen=num_chosen,
+        num_experts=copies.group_sizes.shape[0],
+        num_devices=copies.group_sizes.shape[0] // num_local,
+        model_size=width,
+        expert_size=expert_size,
+        compute_bytes=copies.rows.dtype.itemsize,
+        gather_bytes=jnp.dtype(mesh.gather_dtype).itemsize,
+        reduce_bytes=jnp.dtype(mesh.reduce_dtype).itemsize,
+    )
+    if work.choose(mesh.exchange) == "weights":
+        return run_visited(expert_products, mesh, experts, *copies[:2], copies.group_sizes, limit), None
+    return run_across(copies, work, lambda *rows: expert_products(experts, *rows, limit), mesh)
 
 
 # `_spread` and `_collect` are each other's transposes. Both are gathers: left alone, the gradient of a gather is a

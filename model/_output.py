@@ -19,6 +19,7 @@ class RouterStats(eqx.Module):
         logsumexp: Of the raw router logits, before the score function, nats.
         score_sums: Per row, the sum over counted positions of the scores divided by their sum over experts.
         counts: Per row, counted positions sent to each expert.
+        overflow: Copies of tokens that found no place in a bounded buffer and were dropped; None where all have one.
         logits: Raw router logits; None unless asked for, as the two below.
         experts: Chosen experts, best first.
         weights: Factor of each chosen expert's output.
@@ -27,6 +28,7 @@ class RouterStats(eqx.Module):
     logsumexp: Float[Array, "L B S"]
     score_sums: Float[Array, "L B E"]
     counts: Int[Array, "L B E"]
+    overflow: Int[Array, " L"] | None
     logits: Float[Array, "L B S E"] | None
     experts: Int[Array, "L B S A"] | None
     weights: Float[Array, "L B S A"] | None
@@ -60,6 +62,7 @@ def without_details(facts: BlockFacts) -> BlockFacts:
         logsumexp=facts.router.logsumexp,
         score_sums=facts.router.score_sums,
         counts=facts.router.counts,
+        overflow=facts.router.overflow,
         logits=None,
         experts=None,
         weights=None,
@@ -95,6 +98,7 @@ def stack_facts(
         logsumexp=logsumexp,
         score_sums=score_sums,
         counts=counts,
+        overflow=of_router("overflow"),
         logits=of_router("logits"),
         experts=of_router("experts"),
         weights=of_router("weights"),

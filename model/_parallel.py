@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from ._expert_exchange import ExpertExchange
 from ._param import ParamSpec, field_spec, param_specs
 
 M = TypeVar("M", bound=eqx.Module)
@@ -48,6 +49,7 @@ class Parallel:
         gather_dtype: Dtype in which matrices travel.
         reduce_dtype: Dtype in which their gradients are added over devices.
         platform: Platform of the devices.
+        exchange: What travels along `expert_axis`.
     """
 
     fsdp_axes: tuple[str, ...] = ()
@@ -57,6 +59,7 @@ class Parallel:
     gather_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     platform: str = "cpu"
+    exchange: ExpertExchange = dataclasses.field(default_factory=ExpertExchange)
 
     def size(self, name: str | None) -> int:
         """Devices along a mesh axis; 1 for None."""

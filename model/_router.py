@@ -75,13 +75,16 @@ class RouterFacts(eqx.Module):
     logsumexp: Float[Array, "B S"]
     score_sums: Float[Array, "B E"]
     counts: Int[Array, "B E"]
+    overflow: Int[Array, ""] | None
     logits: Float[Array, "B S E"] | None
     experts: Int[Array, "B S A"] | None
     weights: Float[Array, "B S A"] | None
 
 
-def router_facts(routing: Routing, router_mask: Bool[Array, "B S"]) -> RouterFacts:
-    """Sums over the positions `router_mask` counts, and the router's details."""
+def router_facts(
+    routing: Routing, router_mask: Bool[Array, "B S"], overflow: Int[Array, ""] | None = None
+) -> RouterFacts:
+    """Sums over the positions `router_mask` counts, the router's details, and what its experts dropped."""
     num_experts = routing.scores.shape[-1]
     shares = routing.scores / (jnp.sum(routing.scores, axis=-1, keepdims=True) + 1e-20)
     chosen = jnp.any(routing.experts[..., None] == jnp.arange(num_experts), axis=-2)
@@ -89,6 +92,7 @@ def router_facts(routing: Routing, router_mask: Bool[Array, "B S"]) -> RouterFac
         logsumexp=jax.nn.logsumexp(routing.logits, axis=-1),
         score_sums=jnp.sum(jnp.where(router_mask[..., None], shares, 0), axis=1),
         counts=jnp.sum(chosen & router_mask[..., None], axis=1, dtype=jnp.int32),
+        overflow=overflow,
         logits=routing.logits,
         experts=routing.experts,
         weights=routing.weights,

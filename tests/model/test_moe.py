@@ -64,7 +64,7 @@ def test_experts_equal_the_oracle(limit, x64):
     chosen = np.stack([rng.permutation(5)[:3] for _ in range(23)])
     experts = Experts(gate=jnp.asarray(gate), up=jnp.asarray(up), down=jnp.asarray(down))
     bound = None if limit is None else jnp.asarray(limit)
-    ours = run_experts(experts, jnp.asarray(tokens), jnp.asarray(chosen), jnp.asarray(weights), bound)
+    ours, _ = run_experts(experts, jnp.asarray(tokens), jnp.asarray(chosen), jnp.asarray(weights), bound)
     expected = run_experts_slowly(gate, up, down, tokens, chosen, weights, limit or np.inf)
     np.testing.assert_allclose(ours, expected, rtol=1e-11, atol=1e-12)
 
@@ -87,7 +87,7 @@ def test_experts_gradient_equals_a_dense_sum_over_experts(x64):
         return jnp.sum(probe * jnp.einsum("etf,efd,te->td", hidden, experts.down, share))
 
     def grouped(experts, tokens, weights):
-        return jnp.sum(probe * run_experts(experts, tokens, chosen, weights))
+        return jnp.sum(probe * run_experts(experts, tokens, chosen, weights)[0])
 
     ours, theirs = (jax.grad(f, (0, 1, 2))(experts, tokens, weights) for f in (grouped, dense))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
