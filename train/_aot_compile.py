@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from ._compiler import compiler_options
 from ._config import Config
 from ._examples import Batch
+from ._exchange import expert_exchange
 from ._mesh import check_mesh, make_mesh
 from ._mesh_work import mesh_work
 from ._sharding import BATCH_SPEC
@@ -128,6 +129,7 @@ def step_and_shapes(
         mesh,
         gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
         config=config.step,
+        exchange=expert_exchange(config.mesh, config.model, mesh),
     )
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eqx_loss import LossSemantics
-from model import ModelConfig
+from model import ModelConfig, MoeConfig
 
 from ._data import DataConfig
 from ._mesh import MeshConfig
@@ -165,4 +165,21 @@ def config_warnings(config: Config) -> list[str]:
         warnings.append(
             "loss: calculate_per_token_loss=false with mtp_per_layer_loss_norm=false: no Megatron run does this"
         )
-    return warnings
+    return warnings + _buffer_warnings(config.mesh, config.model.moe)
+
+
+def _buffer_warnings(mesh: MeshConfig, moe: MoeConfig | None) -> list[str]:
+    """What a bounded buffer of the experts does to copies of tokens, if there is one and it can overflow."""
+    if mesh.expert_buffer is None:
+        return []
+    setting = f"mesh.expert_buffer={mesh.expert_buffer:g}"
+    if moe is None or mesh.expert == 1:
+        return [f"{setting} has no effect: no experts are on other devices"]
+    count, chosen = moe.num_experts if mesh.expert == -1 else mesh.expert, moe.num_experts_per_tok
+    most = count * min(chosen, moe.num_experts // count) / chosen
+    if mesh.expert_buffer >= most:
+        return []
+    return [
+        f"{setting}: a device may be sent up to {most:g} times the even share of copies of tokens; those beyond"
+        f" {mesh.expert_buffer:g} times are dropped and counted as learning/moe_overflow_copies; null drops none"
+    ]

@@ -32,11 +32,13 @@ class Totals(NamedTuple):
     Attributes:
         output: Objective and logs.
         counts: Assignments to each expert, per router; None without experts.
+        overflow: Copies of tokens dropped for lack of room, per router; None where there is always room.
         max_logits: Largest attention logit per recorded layer and head; None when not recorded.
     """
 
     output: LossOutput
     counts: Int[Array, "L E"] | None
+    overflow: Int[Array, " L"] | None
     max_logits: Float[Array, "N H"] | None
 
 
@@ -128,24 +130,25 @@ def micro_totals(
         rules=XentRules(z_loss_multiplier=(plan.semantics.z_loss_multiplier, *[0.0] * num_depths)),
         execution=XentExecution(backend=plan.layout.backend, compute_dtype=facts.hidden.dtype),
     )
-    terms, counts = None, None
+    terms, counts, overflow = None, None, None
     if facts.router is not None:
-        counts = jnp.sum(facts.router.counts, axis=1)
+        counts, overflow = jnp.sum(facts.router.counts, axis=1), facts.router.overflow
         terms = RouterTerms(
             logsumexp=facts.router.logsumexp,
             score_sums=facts.router.score_sums,
             counts=_sum_positions(plan, facts.router.counts),
             batch_counts=_batch_counts(plan, counts, batch_counts),
         )
-    return Totals(loss_output(lm, tuple(mtp), terms, weights, plan.semantics), counts, facts.max_logits)
+    output = loss_output(lm, tuple(mtp), terms, weights, plan.semantics)
+    return Totals(output, counts, overflow, facts.max_logits)
 
 
 def reduce_totals(plan: GradientPlan, totals: Totals) -> Totals:
     """`totals` of all devices together."""
     names = plan.layout.summed_axes
-    output, counts = jax.lax.psum((totals.output, totals.counts), names)
+    output, counts, overflow = jax.lax.psum((totals.output, totals.counts, totals.overflow), names)
     top = None if totals.max_logits is None else jax.lax.pmax(totals.max_logits, names)
-    return Totals(output, counts, top)
+    return Totals(output, counts, overflow, top)
 
 
 def _on_devices(plan: GradientPlan, body: Callable, gradient_partitions: PyTree | None) -> Callable:

@@ -25,6 +25,7 @@ from ._display import Display
 from ._distributed import is_first_process, largest_of_processes, meet
 from ._evaluate import evaluation_row
 from ._examples import Batch
+from ._exchange import exchange_words
 from ._manifest import make_manifest, manifest_changes, version_changes
 from ._metrics import Interval, MetricFiles, interval_row
 from ._program import Program, make_program
@@ -246,6 +247,8 @@ class _Run:
         batch = self._config.batch
         row = interval_row(self._interval, output, self._config.loss, batch.gradient_accumulation_steps)
         self._files.write_metrics(step, row)
+        if self._interval.overflow:
+            self._say_dropped(step, self._interval, output)
         self._interval = Interval()
         lap = self._clock.restart()
         speed = lap.num_steps * batch.num_rows * batch.num_positions / lap.seconds
@@ -261,6 +264,18 @@ class _Run:
         )
         left = (self._config.run.num_steps - step) * lap.seconds / lap.num_steps
         self._display.show_row(step, row, speed, left)
+
+    def _say_dropped(self, step: int, interval: Interval, output: StepOutput) -> None:
+        """Tells of copies of tokens that had no place, and of how many there were."""
+        batch, moe = self._config.batch, self._config.model.moe
+        assert moe is not None  # dense models drop nothing
+        assert output.overflow is not None
+        copies = batch.num_rows * batch.num_positions * moe.num_experts_per_tok * output.overflow.size
+        dropped = interval.overflow or 0
+        self._display.say(
+            f"step {step}: {dropped:,} copies of tokens had no place and were dropped"
+            f" ({dropped / (interval.num_steps * copies):.2%}); raise mesh.expert_buffer, or set it to null"
+        )
 
     def _check_skipped(self, step: int, is_skipped: bool) -> None:
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if is_skipped else 0
@@ -296,6 +311,8 @@ def _headline(config: Config, dataset: Dataset, program: Program, step: int) -> 
         by_label[label] = by_label.get(label, 0) + math.prod(shape)
     labels = ", ".join(f"{count:,} by {label}" for label, count in sorted(by_label.items()))
     mesh = " x ".join(f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1) or "1 device"
+    exchange = exchange_words(config, program.mesh)
+    mesh += f", {exchange}" if exchange else ""
     start = f"continuing from step {step}" if step else "from step 0"
     return (
         f"{sum(by_label.values()):,} parameters ({labels}); {dataset.num_train_tokens:,} training tokens in "

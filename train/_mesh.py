@@ -26,6 +26,12 @@ class MeshConfig:
 
     `num_slices` slices (groups of devices with a fast interconnect) are laid along `slice_axis`, whose size
     is the whole size, slices included.
+
+    Attributes:
+        expert_exchange: What travels along the expert axis: copies of tokens to their experts and back (`tokens`),
+            the weights of experts to all tokens (`weights`), or what sends fewer bytes (`auto`).
+        expert_buffer: Rows that a device receives at most when tokens travel, as a multiple of the even share (the
+            copies of one device's tokens). Copies beyond it are dropped and counted. None has room for all.
     """
 
     data: int = 1
@@ -35,6 +41,8 @@ class MeshConfig:
     tensor: int = 1
     num_slices: int = 1
     slice_axis: Literal["data", "fsdp"] = "data"
+    expert_exchange: Literal["auto", "tokens", "weights"] = "auto"
+    expert_buffer: float | None = None
 
     def __post_init__(self) -> None:
         for name, size in zip(MESH_AXES, self.sizes, strict=True):
@@ -47,6 +55,21 @@ class MeshConfig:
             )
         if self.num_slices < 1:
             raise ValueError(f"num_slices must be at least 1, got {self.num_slices}")
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        buffer = self.expert_buffer
+        if buffer is None:
+            return
+        if not 1 <= buffer < math.inf:
+            raise ValueError(
+                f"expert_buffer must be at least 1, the even share, got {buffer}; use null for room for all copies"
+            )
+        if self.expert_exchange == "weights":
+            raise ValueError(
+                f"expert_buffer={buffer} bounds the copies of tokens that travel, but with expert_exchange=weights none"
+                " do; set expert_buffer to null, or expert_exchange to tokens"
+            )
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

@@ -60,12 +60,14 @@ class Interval:
         leaves: Arrays of their `StepSums`, float64 on the host, in tree order; empty before the first step.
         learning_rate: Rate of the last step.
         max_logits: Largest attention logit of the interval over steps, layers and heads; None when not recorded.
+        overflow: Copies of tokens dropped for lack of room in all steps and layers; None when there is always room.
     """
 
     num_steps: int = 0
     leaves: tuple[np.ndarray, ...] = ()
     learning_rate: float = 0.0
     max_logits: float | None = None
+    overflow: int | None = None
 
     def add(self, output: StepOutput) -> "Interval":
         """This interval and one more step. Waits for the step and copies its output to the host."""
@@ -81,6 +83,7 @@ class Interval:
             leaves=tuple(total),
             learning_rate=float(output.learning_rate),
             max_logits=_largest(self.max_logits, output.max_logits),
+            overflow=_added(self.overflow, output.overflow),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class Interval:
             "leaves": [leaf.tolist() for leaf in self.leaves],
             "learning_rate": self.learning_rate,
             "max_logits": self.max_logits,
+            "overflow": self.overflow,
         }
 
     @classmethod
@@ -100,7 +104,9 @@ class Interval:
             num_steps=tree["num_steps"],
             leaves=leaves,
             learning_rate=tree["learning_rate"],
-            max_logits=tree.get("max_logits"),  # not in checkpoints made before it was logged
+            # Not in checkpoints made before they were logged.
+            max_logits=tree.get("max_logits"),
+            overflow=tree.get("overflow"),
         )
 
 
@@ -111,7 +117,8 @@ def interval_row(
 
     Losses are pooled sums over pooled counts. `loss` is MaxText's reported loss; the objective, its lm term and
     the gradient norms are means over steps; `total_weights` is the mean number of scored tokens of a step; the
-    learning rate is that of the last step, `max_logits` (where recorded) the largest of all. Router terms and
+    learning rate is that of the last step, `max_logits` (where recorded) the largest of all, `moe_overflow_copies`
+    (where the buffer of the experts is bounded) the number of copies of tokens dropped in all steps. Router terms and
     MTP losses are means over layers and depths, without coefficient but for `mtp_loss` and `z_loss`, whose
     MaxText namesakes carry theirs.
 
@@ -131,6 +138,8 @@ def interval_row(
     row["learning/current_learning_rate"] = interval.learning_rate
     if interval.max_logits is not None:
         row["learning/max_logits"] = interval.max_logits
+    if interval.overflow is not None:
+        row["learning/moe_overflow_copies"] = float(interval.overflow)
     return row
 
 
@@ -140,6 +149,13 @@ def _largest(before: float | None, max_logits: Array | np.ndarray | None) -> flo
         return before
     top = np.max(np.asarray(max_logits), initial=-np.inf)
     return float(np.max([-np.inf if before is None else before, top]))
+
+
+def _added(before: int | None, overflow: Array | np.ndarray | None) -> int | None:
+    """Both counts together, exact."""
+    if overflow is None:
+        return before
+    return (before or 0) + int(np.sum(overflow, dtype=np.int64))
 
 
 @eqx.filter_jit

@@ -23,6 +23,7 @@ from ._data import (
 )
 from ._evaluate import Evaluate, EvaluationSums, make_evaluate
 from ._examples import Batch
+from ._exchange import expert_exchange, without_drops
 from ._mesh import check_mesh, make_mesh
 from ._mesh_work import mesh_work
 from ._optimizer import Optimizer
@@ -148,7 +149,10 @@ def make_program(
     check_mesh(mesh, mesh_work(config))
     check_rows(config.batch.num_rows, config.loss, mesh, config.batch.gradient_accumulation_steps)
     optimizer = make_optimizer(config.optimizer, config.model)
-    plan = make_gradient_plan(config.model, config.loss, optimizer, mesh, config.step)
+    exchange = expert_exchange(config.mesh, config.model, mesh)
+    scored = make_gradient_plan(
+        config.model, config.loss, optimizer, mesh, config.step, without_drops(exchange)
+    )
     step = make_train_step(
         config.model,
         config.loss,
@@ -156,6 +160,7 @@ def make_program(
         mesh,
         gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
         config=config.step,
+        exchange=exchange,
     )
     return Program(
         config=config,
@@ -163,5 +168,5 @@ def make_program(
         mesh=mesh,
         optimizer=optimizer,
         _train_step=step,
-        _evaluate=eqx.filter_jit(make_evaluate(plan), compiler_options=compiler_options(mesh)),
+        _evaluate=eqx.filter_jit(make_evaluate(scored), compiler_options=compiler_options(mesh)),
     )

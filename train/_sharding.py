@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from model import Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
+from model import ExpertExchange, Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
 
 from ._mesh import CONTEXT, DATA, EXPERT, FSDP, ROW_AXES, TENSOR
 from ._optimizer import parameter_paths
@@ -17,7 +17,9 @@ TENSOR_LETTERS = frozenset("HJFV")
 BATCH_SPEC = PartitionSpec(ROW_AXES, CONTEXT)
 
 
-def make_parallel(mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype) -> Parallel:
+def make_parallel(
+    mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype, exchange: ExpertExchange | None = None
+) -> Parallel:
     """The mesh axes a model is told of: those of more than one device, data and tensor apart."""
     wide = {name: size for name, size in mesh.shape.items() if size > 1}
     return Parallel(
@@ -28,6 +30,7 @@ def make_parallel(mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype) -> Pa
         gather_dtype=gather_dtype,
         reduce_dtype=reduce_dtype,
         platform=mesh.devices.flat[0].platform,
+        exchange=ExpertExchange() if exchange is None else exchange,
     )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, PyTree
 
 from eqx_loss import LoadBalanceScope, LossLogs, LossSemantics, Objective
-from model import ModelConfig, param_specs, qk_clip
+from model import ExpertExchange, ModelConfig, param_specs, qk_clip
 
 from ._examples import Batch, Examples, cut_micro_steps, make_examples, micro_step_partitions
 from ._gradient import GradientPlan, batch_assignments, batch_gradient
@@ -61,6 +61,7 @@ class StepOutput(NamedTuple):
         learning_rate: Rate of this step.
         step: Steps done, this one included.
         router_counts: Assignments to each expert, per router; None without experts.
+        overflow: Copies of tokens dropped for lack of room, per router; None where there is always room.
         max_logits: Largest attention logit per recorded layer and head; None when not recorded.
     """
 
@@ -73,6 +74,7 @@ class StepOutput(NamedTuple):
     learning_rate: Float[Array, ""]
     step: Array
     router_counts: Array | None
+    overflow: Array | None
     max_logits: Array | None
 
 
@@ -87,6 +89,7 @@ def make_train_step(
     *,
     gradient_accumulation_steps: int = 1,
     config: StepConfig | None = None,
+    exchange: ExpertExchange | None = None,
 ) -> TrainStep:
     """The pure function `train_step(batch, state) -> (state, output)`.
 
@@ -99,6 +102,7 @@ def make_train_step(
         mesh: From `make_mesh`.
         gradient_accumulation_steps: Micro-steps; they are contiguous blocks of rows.
         config: How gradients are added up.
+        exchange: How tokens meet experts; None is the default.
     """
     config = StepConfig() if config is None else config
     if optimizer.config.qk_clip_threshold is not None and not model_config.record_max_logits:
@@ -106,7 +110,7 @@ def make_train_step(
             f"qk_clip_threshold={optimizer.config.qk_clip_threshold} needs the largest logits; set"
             " model.record_max_logits=true or qk_clip_threshold to null"
         )
-    plan = make_gradient_plan(model_config, semantics, optimizer, mesh, config)
+    plan = make_gradient_plan(model_config, semantics, optimizer, mesh, config, exchange)
     shardings = state_shardings(model_config, optimizer, mesh)
     gradient_shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), plan.layout.gradient_partitions)
 
@@ -142,6 +146,7 @@ def make_train_step(
             learning_rate=rate,
             step=advanced.step,
             router_counts=totals.counts,
+            overflow=totals.overflow,
             max_logits=totals.max_logits,
         )
         # Free output shardings would come back other than they went in: a resumed run would then compile
@@ -152,7 +157,12 @@ def make_train_step(
 
 
 def make_gradient_plan(
-    model_config: ModelConfig, semantics: LossSemantics, optimizer: Optimizer, mesh: Mesh, config: StepConfig
+    model_config: ModelConfig,
+    semantics: LossSemantics,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    config: StepConfig,
+    exchange: ExpertExchange | None = None,
 ) -> GradientPlan:
     """Where parameters and gradients live and how they are added, for `batch_gradient`."""
     model = abstract_model(model_config)
@@ -161,6 +171,7 @@ def make_gradient_plan(
         mesh,
         gather_dtype="bfloat16" if model_config.dtype == "bfloat16" else "float32",
         reduce_dtype=config.reduce_dtype,
+        exchange=exchange,
     )
     layout = GradientLayout(
         mesh=mesh,

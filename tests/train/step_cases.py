@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eqx_loss import LossSemantics
-from model import MlaConfig, ModelConfig, MoeConfig, MtpConfig, Transformer
-from train._examples import Batch
+from model import ExpertExchange, MlaConfig, ModelConfig, MoeConfig, MtpConfig, Transformer
+from train._examples import Batch, Examples
 from train._gradient import batch_gradient
 from train._mesh import MESH_AXES, MeshConfig, make_mesh
 from train._optimizer import OptimizerConfig
@@ -106,12 +106,18 @@ class GradientCase:
         model_config: ModelConfig | None = None,
         semantics: LossSemantics = SEMANTICS,
         config: StepConfig | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         self.model_config = tiny_config() if model_config is None else model_config
         self.mesh, self.num_micro_steps, self.semantics = mesh, num_micro_steps, semantics
         optimizer = make_optimizer(OPTIMIZER, self.model_config)
         self.plan = make_gradient_plan(
-            self.model_config, semantics, optimizer, mesh, StepConfig() if config is None else config
+            self.model_config,
+            semantics,
+            optimizer,
+            mesh,
+            StepConfig() if config is None else config,
+            exchange,
         )
         shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), self.plan.layout.partitions)
         self.model = jax.device_put(tiny_model(self.model_config), shardings)
@@ -126,14 +132,25 @@ class GradientCase:
     def __call__(self, per_token: bool, batch: Batch | None = None) -> tuple[Any, Any]:
         """(gradient, totals) on the host; the flag enters through the weights alone."""
         semantics = dataclasses.replace(self.semantics, calculate_per_token_loss=per_token)
-        cut = jax.jit(
-            lambda b: micro_steps_of(b, self.plan, semantics, self.model_config, self.num_micro_steps)
-        )
-        steps = cut(packed_batch() if batch is None else batch)
+        steps = self.steps(packed_batch() if batch is None else batch, semantics)
         if self._compiled is None:
-            program = jax.jit(lambda model, steps: batch_gradient(self.plan, model, steps, None))
-            self._compiled = program.lower(self.model, steps).compile(compiler_options=COMPILER_OPTIONS)
+            self._compiled = (
+                jax.jit(self.gradient).lower(self.model, steps).compile(compiler_options=COMPILER_OPTIONS)
+            )
         return jax.tree.map(np.asarray, self._compiled(self.model, steps))
+
+    def gradient(self, model: Transformer, steps: Examples) -> tuple[Any, Any]:
+        """(gradient, totals), to be compiled."""
+        return batch_gradient(self.plan, model, steps, None)
+
+    def steps(self, batch: Batch, semantics: LossSemantics | None = None) -> Examples:
+        """Micro-steps of a batch on the mesh."""
+        cut = jax.jit(
+            lambda b: micro_steps_of(
+                b, self.plan, semantics or self.semantics, self.model_config, self.num_micro_steps
+            )
+        )
+        return cut(batch)
 
 
 def relative_rms(got: Any, want: Any) -> float:

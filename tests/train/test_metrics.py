@@ -28,7 +28,12 @@ def pair(rng, *shape):
 
 
 def output(
-    seed: int, is_skipped: bool = False, num_layers: int = 3, num_depths: int = 2, max_logits=None
+    seed: int,
+    is_skipped: bool = False,
+    num_layers: int = 3,
+    num_depths: int = 2,
+    max_logits=None,
+    overflow=None,
 ) -> StepOutput:
     rng = np.random.default_rng(seed)
     scalars = [jnp.float32(x) for x in rng.uniform(1, 2, 9)]
@@ -51,6 +56,7 @@ def output(
         learning_rate=jnp.float32(0.5 + seed),
         step=jnp.int32(seed),
         router_counts=None,
+        overflow=overflow,
         max_logits=max_logits,
     )
 
@@ -101,6 +107,16 @@ def test_row_holds_pooled_sums_over_pooled_counts(num_steps):
     assert set(row) == {f"learning/{name}" for name in expected}
     for name, value in expected.items():
         assert row[f"learning/{name}"] == pytest.approx(value, rel=RTOL, abs=RTOL), name
+
+
+def test_dropped_copies_are_added_over_steps_and_layers_exactly_across_a_checkpoint():
+    """More than float32 holds; no row of a run whose buffer has room for all."""
+    counts = [np.array([2**24, 1, 0], np.int32), np.array([1, 0, 2**30], np.int32)]
+    first, second = (output(seed, overflow=count) for seed, count in enumerate(counts))
+    total = Interval.from_json(json.loads(json.dumps(interval([first]).to_json()))).add(second)
+    row = interval_row(total, first, SEMANTICS, 1)
+    assert row["learning/moe_overflow_copies"] == 2**24 + 2 + 2**30
+    assert "learning/moe_overflow_copies" not in interval_row(interval([output(0)]), first, SEMANTICS, 1)
 
 
 def test_loss_is_the_objective_without_accumulation():

@@ -4,14 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from model import KdaConfig, MtpConfig
+from model import ExpertExchange, KdaConfig, MtpConfig
 from train._state import init_state, make_optimizer
 from train._step import StepConfig
 
-from .step_cases import OPTIMIZER, GradientCase, mesh_of, relative_rms, tiny_config, tiny_model
+from .step_cases import OPTIMIZER, SEMANTICS, GradientCase, mesh_of, relative_rms, tiny_config, tiny_model
 
 # float32: sums of about 500 tokens and 32 products in another order; measured 2e-6.
 RTOL = 2e-5
+WEIGHTS = ExpertExchange(kind="weights")
 
 CASES = {
     "fsdp 2": ({"fsdp": 2}, 1, StepConfig()),
@@ -31,6 +32,13 @@ CASES = {
     ),
 }
 SLOW_CASES = {
+    "fsdp 2 x expert 4, experts travel": ({"fsdp": 2, "expert": 4}, 1, StepConfig(), WEIGHTS),
+    "data 2 x expert 2 x context 2, 2 micro-steps, experts travel": (
+        {"data": 2, "expert": 2, "context": 2},
+        2,
+        StepConfig(),
+        WEIGHTS,
+    ),
     "fsdp 8, 2 micro-steps": ({"fsdp": 8}, 2, StepConfig()),
     "fsdp 2 x expert 4, 2 micro-steps": ({"fsdp": 2, "expert": 4}, 2, StepConfig()),
     "fsdp 2 x tensor 2 x context 2": ({"fsdp": 2, "tensor": 2, "context": 2}, 1, StepConfig()),
@@ -54,8 +62,8 @@ def reference():
     ids=str,
 )
 def case(request):
-    sizes, num_micro_steps, config = {**CASES, **SLOW_CASES}[request.param]
-    return GradientCase(mesh_of(**sizes), num_micro_steps, config=config)
+    sizes, num_micro_steps, config, *exchange = {**CASES, **SLOW_CASES}[request.param]
+    return GradientCase(mesh_of(**sizes), num_micro_steps, None, SEMANTICS, config, *exchange)
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["per sample", "per token"])
