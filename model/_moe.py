@@ -135,7 +135,11 @@ def _exchange(
     )
     if work.choose(mesh.exchange) == "weights":
         return run_visited(expert_products, mesh, experts, *copies[:2], copies.group_sizes, limit), None
-    return run_across(copies, work, lambda *rows: expert_products(experts, *rows, limit), mesh)
+
+    def products(x: Array, weights: Array, group_sizes: Array) -> Array:
+        return expert_products(experts, x, weights, group_sizes, limit)
+
+    return run_across(copies, work, products, mesh)
 
 
 # `_spread` and `_collect` are each other's transposes. Both are gathers: left alone, the gradient of a gather is a
