@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._config import GqaConfig, KdaConfig, LayerPlan, LightningConfig, MlaConfig, ModelConfig
-from ._layer_plan import LayerRun
+from ._layer_plan import AlikeLayers
 from ._precision import at_least_float32
 
 
@@ -44,21 +44,12 @@ class Cache(eqx.Module):
     """Memory of B sequences, each read up to its own length.
 
     Attributes:
-        prefix: Of each run of layers before the scanned groups; leading axes as those of the run's parameters.
-        groups: Of each run of a group.
-        suffix: Of each run after them.
+        layers: Of each kind of layers; leading axes as those of the kind's parameters.
         length: Tokens read of each sequence. The caller keeps it at most `max_length`.
     """
 
-    prefix: tuple[MixerCache, ...]
-    groups: tuple[MixerCache, ...]
-    suffix: tuple[MixerCache, ...]
+    layers: tuple[MixerCache, ...]
     length: Int[Array, " B"]
-
-    @property
-    def runs(self) -> tuple[MixerCache, ...]:
-        """Memories of all runs of `config.stack`, in order."""
-        return (*self.prefix, *self.groups, *self.suffix)
 
 
 def init_cache(config: ModelConfig, batch_size: int, max_length: int) -> Cache:
@@ -71,14 +62,13 @@ def init_cache(config: ModelConfig, batch_size: int, max_length: int) -> Cache:
         batch_size: B.
         max_length: Tokens each sequence may grow to, prompt included.
     """
-    stack = config.stack
 
-    def empty(run: LayerRun) -> MixerCache:
-        one = _init_mixer(config, run.kind, batch_size, max_length)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*run.stack_shape, *x.shape)), one)
+    def empty(alike: AlikeLayers) -> MixerCache:
+        one = _init_mixer(config, alike.kind, batch_size, max_length)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*alike.stack_shape, *x.shape)), one)
 
-    prefix, groups, suffix = stack.split([empty(run) for run in stack.runs])
-    return Cache(prefix=prefix, groups=groups, suffix=suffix, length=jnp.zeros(batch_size, dtype=jnp.int32))
+    layers = tuple(empty(alike) for alike in config.stack.alike)
+    return Cache(layers=layers, length=jnp.zeros(batch_size, dtype=jnp.int32))
 
 
 def _init_mixer(config: ModelConfig, plan: LayerPlan, batch_size: int, max_length: int) -> MixerCache:

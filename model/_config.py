@@ -141,5 +141,5 @@ class ModelConfig:
 
     @property
     def stack(self) -> StackPlan:
-        """The main layers in runs of alike ones, as they are stacked, scanned and compiled."""
+        """The main layers by kind, as they are stacked and compiled, and the order in which they run."""
         return plan_stack(self.layer_plan)

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._config import ModelConfig
-from ._layer_plan import LayerRun
+from ._layer_plan import AlikeLayers
 from ._lightning import lightning_slopes
 
 
 class LayerConstants(eqx.Module):
-    """Constants of one layer, or of a run with its leading axes; None where a layer needs none.
+    """Constants of one layer, or of all of a kind with their leading axis; None where a layer needs none.
 
     Attributes:
         routed_limit: SwiGLU clamp of the routed experts.
@@ -41,7 +41,7 @@ def layer_constants(config: ModelConfig, layer: int) -> LayerConstants:
     )
 
 
-def stacked_constants(config: ModelConfig, run: LayerRun) -> LayerConstants:
-    """Constants of the layers of a run, with its `stack_shape` as leading axes."""
-    each = [layer_constants(config, i) for i in run.layers]
-    return jax.tree.map(lambda *x: jnp.reshape(jnp.stack(x), (*run.stack_shape, *x[0].shape)), *each)
+def stacked_constants(config: ModelConfig, alike: AlikeLayers) -> LayerConstants:
+    """Constants of the layers of a kind, with their `stack_shape` as leading axes."""
+    each = [layer_constants(config, i) for i in alike.layers]
+    return jax.tree.map(lambda *x: jnp.reshape(jnp.stack(x), (*alike.stack_shape, *x[0].shape)), *each)

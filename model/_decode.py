@@ -73,14 +73,17 @@ def _read_layers(
 ) -> tuple[Float[Array, "B S D"], Cache]:
     stack = model.config.stack
 
-    def layer(x: Array, given: tuple[Block, MixerCache, LayerConstants]) -> tuple[Array, MixerCache]:
+    def layer(
+        x: Array, new: _New, given: tuple[Block, MixerCache, LayerConstants]
+    ) -> tuple[Array, MixerCache]:
         block, old, constants = given
         return _read_block(block, x, old, new, constants)
 
-    constants = [stacked_constants(model.config, run) for run in stack.runs]
-    x, memories = run_layers(layer, x, list(zip(model.runs, cache.runs, constants, strict=True)), stack)
-    prefix, groups, suffix = stack.split(memories)
-    return x, Cache(prefix=prefix, groups=groups, suffix=suffix, length=cache.length)
+    constants = [stacked_constants(model.config, alike) for alike in stack.alike]
+    x, memories = run_layers(
+        layer, x, new, list(zip(model.layers, cache.layers, constants, strict=True)), stack
+    )
+    return x, Cache(layers=memories, length=cache.length)
 
 
 def _read_block(

@@ -76,8 +76,8 @@ def stack_facts(
     """Router statistics and largest logits of all layers in order.
 
     Args:
-        main: Facts of each run of main layers, as `run_layers` returns them.
-        stack: The runs.
+        main: Facts of each kind of main layers, as `run_layers` returns them.
+        stack: The plan.
         mtp: Facts of each MTP depth.
     """
 

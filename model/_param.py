@@ -15,7 +15,7 @@ import jax
 from jaxtyping import PyTree
 
 # Fewest and most leading axes of layers that the arrays under a field of `Transformer` have.
-STACKED = {"prefix": (0, 1), "groups": (1, 2), "suffix": (0, 1)}
+STACKED = {"layers": (0, 1)}
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router_bias", "conv", "decay"]
 
 

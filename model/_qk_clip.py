@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._block import Block
-from ._layer_plan import LayerRun
+from ._layer_plan import AlikeLayers
 from ._mla import Mla
 from ._transformer import Transformer
 
@@ -54,21 +54,22 @@ def qk_clip(
     factors = clip_factors(max_logits, threshold)
     row_of = {layer: row for row, layer in enumerate(i for i, full in enumerate(plan) if full)}
 
-    def clipped(block: Block, run: LayerRun) -> Block:
-        if run.kind.mixer != "full":
+    def clipped(block: Block, alike: AlikeLayers) -> Block:
+        if alike.kind.mixer != "full":
             return block
         clip = _clip_block
-        for _ in run.stack_shape:
+        for _ in alike.stack_shape:
             clip = eqx.filter_vmap(clip)
-        return clip(block, factors[np.reshape([row_of[i] for i in run.layers], run.stack_shape)])
+        return clip(block, factors[np.reshape([row_of[i] for i in alike.layers], alike.stack_shape)])
 
-    runs = [clipped(block, run) for block, run in zip(model.runs, config.stack.runs, strict=True)]
+    layers = tuple(
+        clipped(block, alike) for block, alike in zip(model.layers, config.stack.alike, strict=True)
+    )
     mtp = tuple(
         eqx.tree_at(lambda m: m.block, m, _clip_block(m.block, factors[row_of[config.num_layers + k]]))
         for k, m in enumerate(model.mtp)
     )
-    new = (*config.stack.split(runs), mtp)
-    return eqx.tree_at(lambda m: (m.prefix, m.groups, m.suffix, m.mtp), model, new)
+    return eqx.tree_at(lambda m: (m.layers, m.mtp), model, (layers, mtp))
 
 
 def _clip_block(block: Block, eta: Float[Array, " H"]) -> Block:

@@ -13,7 +13,7 @@ from ._axes import Axes, constrain
 from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig, Remat
 from ._constants import LayerConstants, stacked_constants
-from ._layer_plan import LayerPlan, LayerRun
+from ._layer_plan import AlikeLayers, LayerPlan
 from ._linear import init_normal
 from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
@@ -30,11 +30,8 @@ class Transformer(eqx.Module):
 
     Attributes:
         embed: Token embeddings.
-        prefix: A block for each run of alike layers before the scanned groups (`config.stack`); the arrays of a run
-            of several layers have the layers as first axis.
-        groups: A block for each run of a group; the first axis is the groups, the second the layers of the run, if
-            they are several.
-        suffix: As `prefix`, after the groups.
+        layers: A block for each kind of layers (`config.stack`); the arrays of a kind of several layers have the layers
+            as first axis.
         final_norm: Scale of the norm after the last layer.
         head: Output head; None when it is the transposed embedding.
         mtp: One block per depth.
@@ -42,9 +39,7 @@ class Transformer(eqx.Module):
     """
 
     embed: Float[Array, "V D"] = eqx.field(metadata=param("embedding"))
-    prefix: tuple[Block, ...]
-    groups: tuple[Block, ...]
-    suffix: tuple[Block, ...]
+    layers: tuple[Block, ...]
     final_norm: Float[Array, " D"] = eqx.field(metadata=param("norm"))
     head: Float[Array, "D V"] | None = eqx.field(metadata=param("head"))
     mtp: tuple[MtpBlock, ...]
@@ -89,11 +84,6 @@ class Transformer(eqx.Module):
         )
 
     @property
-    def runs(self) -> tuple[Block, ...]:
-        """The blocks of all runs of `config.stack`, in order."""
-        return (*self.prefix, *self.groups, *self.suffix)
-
-    @property
     def unembed(self) -> Float[Array, "D V"]:
         """Output head: `logits = hidden @ unembed`."""
         return self.embed.T if self.head is None else self.head
@@ -115,17 +105,17 @@ class Transformer(eqx.Module):
     def _layers(
         self, x: Float[Array, "B S D"], rows: Rows, keep: "_Keep"
     ) -> tuple[Float[Array, "B S D"], list[BlockFacts], Float[Array, "L B S D"] | None]:
-        """The residual stream after the last layer, the facts of each run, and the stream before every layer."""
+        """The residual stream after the last layer, the facts of each kind, and the stream before every layer."""
         config, stack = self.config, self.config.stack
         run = _rematerialize(config.remat, rows.parallel)
 
-        def layer(x: Array, given: tuple[Block, LayerConstants]) -> tuple[Array, tuple]:
+        def layer(x: Array, rows: Rows, given: tuple[Block, LayerConstants]) -> tuple[Array, tuple]:
             block, constants = given
             y, facts = run(block, x, rows, constants)
             return y, (keep(facts), x if keep.hidden_states else None)
 
-        inputs = [(b, stacked_constants(config, r)) for b, r in zip(self.runs, stack.runs, strict=True)]
-        x, outputs = run_layers(layer, x, inputs, stack)
+        inputs = [(b, stacked_constants(config, a)) for b, a in zip(self.layers, stack.alike, strict=True)]
+        x, outputs = run_layers(layer, x, rows, inputs, stack)
         return x, [facts for facts, _ in outputs], in_layer_order([states for _, states in outputs], stack)
 
     def _mtp_depths(
@@ -183,20 +173,17 @@ def init_model(config: ModelConfig, *, key: PRNGKeyArray) -> Transformer:
     width, std, stack = config.hidden_size, config.initializer_range, config.stack
     layer_keys = jax.random.split(layer_key, config.num_layers)
 
-    def stacked(run: LayerRun) -> Block:
-        make = functools.partial(_init_layer, config, run.kind)
-        for _ in run.stack_shape:
+    def stacked(alike: AlikeLayers) -> Block:
+        make = functools.partial(_init_layer, config, alike.kind)
+        for _ in alike.stack_shape:
             make = eqx.filter_vmap(make)
-        return make(layer_keys[np.reshape(run.layers, run.stack_shape)])
+        return make(layer_keys[np.reshape(alike.layers, alike.stack_shape)])
 
-    prefix, groups, suffix = stack.split([stacked(run) for run in stack.runs])
     mtp_keys = jax.random.split(mtp_key, max(config.num_mtp_layers, 1))
     head = None if config.tie_word_embeddings else init_normal((width, config.vocab_size), std, key=head_key)
     return Transformer(
         embed=init_normal((config.vocab_size, width), std, key=embed_key),
-        prefix=prefix,
-        groups=groups,
-        suffix=suffix,
+        layers=tuple(stacked(alike) for alike in stack.alike),
         final_norm=jnp.ones(width, dtype=jnp.float32),
         head=head,
         mtp=tuple(init_mtp_block(config, key=mtp_keys[k]) for k in range(config.num_mtp_layers)),

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 BITS = {
     "pred": 8,
@@ -36,8 +37,8 @@ _CALLED = re.compile(
     r"|false_computation)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIPS = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
-# A loop whose trips depend on the data says by its scope how often it is expected to run.
-_EXPECTED_TRIPS = re.compile(r'op_name="[^"]*\btrips_(\d+)\)*/while"')
+# A loop whose trips depend on the data says by its scope how often it is expected to run: N trips, or N in M loops.
+_EXPECTED_TRIPS = re.compile(r'op_name="[^"]*\btrips_(\d+)(?:_(\d+))?\)*/while"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
@@ -146,7 +147,7 @@ def run_counts(program: Program) -> dict[str, int]:
     """How often each computation runs in one run of the program.
 
     The body of a loop runs as often as XLA says (`known_trip_count`), else as its condition's bound says,
-    else as the scope `trips_N` around it says, else once. Every branch of a conditional counts once.
+    else as the scope `trips_N` or `trips_N_M` around it says, else once. Every branch of a conditional counts once.
     Functions applied per element (reducers, comparators) do not count. A program from the persistent
     compilation cache may carry the scopes of older code.
     """
@@ -161,11 +162,11 @@ def run_counts(program: Program) -> dict[str, int]:
                     continue
                 trips = trip_count(program, instruction) if instruction.opcode == "while" else 1
                 trips = 1 if trips is None else trips
-                pending.append((target, times * trips))
+                pending.append((target, int(times * trips)))
     return counts
 
 
-def trip_count(program: Program, loop: Instruction) -> int | None:
+def trip_count(program: Program, loop: Instruction) -> int | Fraction | None:
     """Number of runs of the body of a `while`; None when the program does not say."""
     known = _TRIPS.search(loop.attributes)
     if known:
@@ -180,7 +181,7 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
     if is_below and len(values) == 1:
         return values[0]
     expected = _EXPECTED_TRIPS.search(loop.attributes)
-    return int(expected.group(1)) if expected else None
+    return Fraction(int(expected.group(1)), int(expected.group(2) or 1)) if expected else None
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -34,7 +34,7 @@ def update_router_bias(model: Transformer, counts: Int[Array, "L E"], config: Op
 
 
 def router_biases(model: Transformer) -> list[Float[Array, "*L E"]]:
-    """Router biases in the order of the layers; those of a run of alike layers are stacked."""
+    """Router biases in the order of `config.stack`, those of alike layers stacked, then of the MTP depths."""
     return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if _is_bias(path)]
 
 
@@ -48,8 +48,8 @@ def _counts_of_biases(model: Transformer, counts: Int[Array, "L E"]) -> list[Int
     routed = [i for i, layer in enumerate(config.layer_plan) if layer.ffn == "moe"]
     row_of = {layer: row for row, layer in enumerate(routed)}
     main = [
-        counts[np.reshape([row_of[i] for i in run.layers], run.stack_shape)]
-        for run in config.stack.runs
-        if run.kind.ffn == "moe"
+        counts[np.reshape([row_of[i] for i in alike.layers], alike.stack_shape)]
+        for alike in config.stack.alike
+        if alike.kind.ffn == "moe"
     ]
     return [*main, *(counts[i] for i in range(len(routed), counts.shape[0]))]

@@ -103,12 +103,10 @@ def _rename(name: str) -> str:
 
 def _places(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Path of every main layer, and its index in the leading axes of the arrays there."""
-    stack = config.stack
     found: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for part in ("prefix", "groups", "suffix"):
-        for number, run in enumerate(getattr(stack, part)):
-            for layer, index in zip(run.layers, np.ndindex(run.stack_shape), strict=True):
-                found[layer] = f"{part}.{number}", index
+    for number, alike in enumerate(config.stack.alike):
+        for layer, index in zip(alike.layers, np.ndindex(alike.stack_shape), strict=True):
+            found[layer] = f"layers.{number}", index
     return [found[i] for i in range(config.num_layers)]
 
 

@@ -82,12 +82,11 @@ def test_rows_and_columns_of_a_matrix_are_among_its_axes(shapes):
     [
         (".embed", ParamSpec(axes="V D", role="embedding")),
         (".head", ParamSpec(axes="D V", role="head")),
-        (".groups[0].mixer.query.nope", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="H K")),
-        (".groups[1].ffn.experts.down", ParamSpec(axes="L L E F D", role="matrix", rows="F", columns="D")),
-        (".groups[1].mixer.q", ParamSpec(axes="L L D H K", role="matrix", rows="D", columns="K")),
-        (".suffix[0].mixer.out", ParamSpec(axes="L H U D", role="matrix", rows="H U", columns="D")),
+        (".layers[1].mixer.query.nope", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="H K")),
+        (".layers[2].ffn.experts.down", ParamSpec(axes="L E F D", role="matrix", rows="F", columns="D")),
+        (".layers[2].mixer.q", ParamSpec(axes="L D H K", role="matrix", rows="D", columns="K")),
         (".mtp[0].block.ffn.router.router_bias", ParamSpec(axes="E", role="router_bias")),
-        (".prefix[0].mixer.A_log", ParamSpec(axes="H", role="decay")),
+        (".layers[0].mixer.A_log", ParamSpec(axes="H", role="decay")),
     ],
 )
 def test_specs_of_some_parameters(shapes, path, spec):

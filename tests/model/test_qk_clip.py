@@ -52,9 +52,9 @@ def test_only_query_and_key_weights_of_clipped_heads_change():
         if not np.array_equal(old, new):
             changed.add(jax.tree_util.keystr(path))
     parts = ("query.nope", "query.rope", "k_up")
-    assert changed == {f"{where}.mixer.{part}" for where in (".groups[0]", ".mtp[0].block") for part in parts}
-    # Layer 1 is the second of the stacked groups; its head 0 has factor 1/4.
-    old, new = model.groups[0].mixer, clipped.groups[0].mixer
+    assert changed == {f"{where}.mixer.{part}" for where in (".layers[0]", ".mtp[0].block") for part in parts}
+    # Head 0 of layer 1 has factor 1/4.
+    old, new = model.layers[0].mixer, clipped.layers[0].mixer
     np.testing.assert_allclose(new.query.rope[1, :, 0], old.query.rope[1, :, 0] / 4, rtol=1e-6)
     np.testing.assert_allclose(new.query.nope[1, :, 0], old.query.nope[1, :, 0] / 2, rtol=1e-6)
     np.testing.assert_allclose(new.k_up[1, :, 0], old.k_up[1, :, 0] / 2, rtol=1e-6)
@@ -68,11 +68,11 @@ def test_each_stacked_layer_is_clipped_by_its_own_row():
     config = dataclasses.replace(CONFIG, num_layers=6, layer_types=types, kda=samples.KDA, mtp=None)
     model = samples.make(config)
     clipped = qk_clip(model, jnp.array([[200.0, 1.0], [400.0, 1.0], [800.0, 1.0], [1600.0, 1.0]]), 100.0)
-    old, new = (m.groups[1].mixer.query.rope for m in (model, clipped))
-    factors = jnp.array([[1 / 2, 1 / 4], [1 / 8, 1 / 16]])
+    old, new = (m.layers[1].mixer.query.rope for m in (model, clipped))
+    factors = jnp.array([1 / 2, 1 / 4, 1 / 8, 1 / 16])
     # float32: a product by a factor that a quotient or a square root has rounded once or twice.
-    np.testing.assert_allclose(new[:, :, :, 0], old[:, :, :, 0] * factors[..., None, None], rtol=1e-6)
-    np.testing.assert_array_equal(new[:, :, :, 1], old[:, :, :, 1])
+    np.testing.assert_allclose(new[:, :, 0], old[:, :, 0] * factors[:, None, None], rtol=1e-6)
+    np.testing.assert_array_equal(new[:, :, 1], old[:, :, 1])
 
 
 def test_models_without_mla_and_wrong_row_counts_are_refused():

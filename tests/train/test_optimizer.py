@@ -121,8 +121,8 @@ def test_muon_takes_declared_matrices_and_nothing_else():
     assert {"embed", "head", "final_norm"} <= adamw
     assert all(path.split(".")[-1].endswith("norm") for path in adamw - {"embed", "head"})
     assert frozen == {path for path in labels if path.endswith("router_bias")}
-    assert labels["groups.0.ffn.experts.gate"] == "muon"
-    assert labels["groups.0.mixer.out"] == "muon"
+    assert labels["layers.1.ffn.experts.gate"] == "muon"
+    assert labels["layers.1.mixer.out"] == "muon"
 
 
 def test_layouts_follow_the_declared_rows_and_columns():

@@ -44,5 +44,5 @@ def test_step_clips_the_new_weights_by_the_largest_logit_of_all_micro_steps():
     want = qk_clip(plain.model, output.max_logits, threshold)
     for ours, theirs in zip(jax.tree.leaves(clipped.model), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=RTOL, atol=RTOL * float(jnp.abs(theirs).max()))
-    before, after = (m.runs[0].mixer.query.rope for m in (plain.model, clipped.model))
+    before, after = (m.layers[0].mixer.query.rope for m in (plain.model, clipped.model))
     assert 0 < np.mean(np.asarray(before) != np.asarray(after)) < 1

@@ -79,7 +79,7 @@ def test_initial_parameters_do_not_depend_on_the_mesh():
     config, mesh = tiny_config(), mesh_of(data=2, fsdp=4)
     state = init_state(config, make_optimizer(OPTIMIZER, config), mesh, key=jax.random.key(1))
     assert relative_rms(state.model, tiny_model(config)) < 1e-6  # a rounding of the normal quantile
-    sharded = state.model.groups[0].mixer.out
+    sharded = state.model.layers[1].mixer.out
     assert sharded.addressable_shards[0].data.size * 4 == sharded.size
 
 
