@@ -4,14 +4,36 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from ._aot_chip import ASSUMPTIONS, Chip, roofline
 from ._aot_compile import CompiledStep, state_bytes
 from ._aot_flops import model_flops, tpu_kernel_flops
 from ._config import Config
+from ._exchange import exchange_work, expert_exchange
 from ._hlo_count import CollectiveUse, ProgramCost, count_program
 from ._hlo_parse import parse_program
 
 GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFacts:
+    """What meets between the experts of several devices, of one layer in one micro-step.
+
+    Attributes:
+        kind: `tokens` or `weights` travel.
+        token_bytes: A device sends when tokens travel, all experts chosen equally often.
+        weight_bytes: A device sends when experts travel.
+        buffer_rows: Copies of tokens that a device has room for; None when experts travel.
+        words: All of it in words.
+    """
+
+    kind: str
+    token_bytes: int
+    weight_bytes: int
+    buffer_rows: int | None
+    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +59,7 @@ class AotReport:
         model_flops_ratio: FLOPs that the model needs, over those counted on all devices.
         bytes_per_device: HBM bytes read and written.
         collectives: By kind and mesh axis.
+        expert_exchange: What travels along the expert axis and why; None where no experts are apart.
         unknown_kernels: Kernels without a formula: their FLOPs are missing.
         lower_seconds: Wall seconds of tracing.
         compile_seconds: Wall seconds of XLA.
@@ -68,6 +91,7 @@ class AotReport:
     model_flops_ratio: float
     bytes_per_device: int
     collectives: tuple[CollectiveUse, ...]
+    expert_exchange: ExchangeFacts | None
     unknown_kernels: dict[str, int]
     lower_seconds: float
     compile_seconds: float
@@ -114,6 +138,7 @@ def make_report(config: Config, topology: str, chip: Chip, step: CompiledStep) -
         model_flops_ratio=useful / (cost.flops * mesh.size) if cost.flops else 0.0,
         bytes_per_device=cost.num_bytes,
         collectives=cost.collectives,
+        expert_exchange=exchange_facts(config, mesh),
         unknown_kernels=dict(cost.unknown_kernels),
         lower_seconds=step.lower_seconds,
         compile_seconds=step.compile_seconds,
@@ -125,6 +150,21 @@ def make_report(config: Config, topology: str, chip: Chip, step: CompiledStep) -
         estimated_mfu=useful / (seconds * mesh.size * chip.peak_flops) if seconds else 0.0,
         assumptions=ASSUMPTIONS,
         advice=() if fits else advice(config, dict(mesh.shape), parameters + moments, activations, chip),
+    )
+
+
+def exchange_facts(config: Config, mesh: Mesh) -> ExchangeFacts | None:
+    """What travels along the expert axis of `mesh`; None where no experts are apart."""
+    work, exchange = exchange_work(config, mesh), expert_exchange(config.mesh, config.model, mesh)
+    if work is None:
+        return None
+    kind = work.choose(exchange)
+    return ExchangeFacts(
+        kind=kind,
+        token_bytes=work.token_bytes(exchange),
+        weight_bytes=work.weight_bytes(exchange),
+        buffer_rows=work.buffer_rows(exchange.buffer) if kind == "tokens" else None,
+        words=work.describe(exchange),
     )
 
 
@@ -199,6 +239,8 @@ def markdown(report: AotReport) -> str:
         "",
         "Assumptions: " + "; ".join(report.assumptions) + ".",
     ]
+    if report.expert_exchange is not None:
+        lines.append(f"Experts: {report.expert_exchange.words}.")
     if report.unknown_kernels:
         names = ", ".join(f"{name} x {count}" for name, count in report.unknown_kernels.items())
         lines.append(f"Kernels without a formula, not in the FLOPs: {names}.")

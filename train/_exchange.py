@@ -35,6 +35,20 @@ def exchange_words(config: Config, mesh: Mesh) -> str:
     return "" if work is None else work.describe(expert_exchange(config.mesh, config.model, mesh))
 
 
+def dropped_words(config: Config, num_steps: int, overflow: int) -> str:
+    """That `overflow` copies of tokens were dropped in `num_steps` steps, of how many, and what to do."""
+    model, batch, moe = config.model, config.batch, config.model.moe
+    assert moe is not None  # dense models drop nothing
+    routers = [*(plan.ffn for plan in model.layer_plan), *[model.mtp_plan.ffn] * model.num_mtp_layers].count(
+        "moe"
+    )
+    copies = num_steps * batch.num_rows * batch.num_positions * moe.num_experts_per_tok * routers
+    return (
+        f"{overflow:,} copies of tokens had no place and were dropped ({overflow / copies:.2%});"
+        " raise mesh.expert_buffer, or set it to null"
+    )
+
+
 def exchange_work(config: Config, mesh: Mesh) -> ExchangeWork | None:
     """Sizes of the exchange of one layer in one micro-step; None where no experts are apart."""
     model, batch, moe = config.model, config.batch, config.model.moe

@@ -25,7 +25,7 @@ from ._display import Display
 from ._distributed import is_first_process, largest_of_processes, meet
 from ._evaluate import evaluation_row
 from ._examples import Batch
-from ._exchange import exchange_words
+from ._exchange import dropped_words, exchange_words
 from ._manifest import make_manifest, manifest_changes, version_changes
 from ._metrics import Interval, MetricFiles, interval_row
 from ._program import Program, make_program
@@ -248,7 +248,8 @@ class _Run:
         row = interval_row(self._interval, output, self._config.loss, batch.gradient_accumulation_steps)
         self._files.write_metrics(step, row)
         if self._interval.overflow:
-            self._say_dropped(step, self._interval, output)
+            words = dropped_words(self._config, self._interval.num_steps, self._interval.overflow)
+            self._display.say(f"step {step}: {words}")
         self._interval = Interval()
         lap = self._clock.restart()
         speed = lap.num_steps * batch.num_rows * batch.num_positions / lap.seconds
@@ -264,18 +265,6 @@ class _Run:
         )
         left = (self._config.run.num_steps - step) * lap.seconds / lap.num_steps
         self._display.show_row(step, row, speed, left)
-
-    def _say_dropped(self, step: int, interval: Interval, output: StepOutput) -> None:
-        """Tells of copies of tokens that had no place, and of how many there were."""
-        batch, moe = self._config.batch, self._config.model.moe
-        assert moe is not None  # dense models drop nothing
-        assert output.overflow is not None
-        copies = batch.num_rows * batch.num_positions * moe.num_experts_per_tok * output.overflow.size
-        dropped = interval.overflow or 0
-        self._display.say(
-            f"step {step}: {dropped:,} copies of tokens had no place and were dropped"
-            f" ({dropped / (interval.num_steps * copies):.2%}); raise mesh.expert_buffer, or set it to null"
-        )
 
     def _check_skipped(self, step: int, is_skipped: bool) -> None:
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if is_skipped else 0

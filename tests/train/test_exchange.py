@@ -8,8 +8,11 @@ import pytest
 
 from model import ExchangeWork, ExpertExchange
 from tests.oracles.experts import copies_with_a_place
+from train._aot_chip import chip_of
+from train._aot_compile import CompiledStep
+from train._aot_report import make_report, markdown, to_json
 from train._config import config_warnings
-from train._exchange import exchange_words, exchange_work, expert_exchange, without_drops
+from train._exchange import dropped_words, exchange_words, exchange_work, expert_exchange, without_drops
 from train._hlo_count import count_program
 from train._hlo_parse import parse_program
 from train._mesh import MeshConfig
@@ -78,6 +81,38 @@ def test_the_choice_and_its_reason_are_said(tmp_path):
     assert exchange_words(config, mesh_of(fsdp=2)) == ""
     many = tiny_run(tmp_path, "mesh.expert=2", "batch.num_rows=4096")
     assert exchange_words(many, mesh_of(expert=2)).startswith("experts travel (")
+
+
+def test_dropped_copies_are_said_with_their_share_of_all(tmp_path):
+    """2 layers and 1 MTP depth with experts, 2 for each of 8 x 16 tokens, 2 steps: 1536 copies."""
+    assert dropped_words(tiny_run(tmp_path), 2, 337).startswith(
+        "337 copies of tokens had no place and were dropped (21.94%); raise mesh.expert_buffer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "rows"),
+    [
+        (["mesh.expert_buffer=1.5"], "tokens", 96),  # 1.5 x 2 rows x 16 positions x 2 experts
+        (["mesh.expert_exchange=weights"], "weights", None),
+        (["mesh.expert=1"], None, None),
+    ],
+)
+def test_the_report_ahead_of_time_says_what_travels(tmp_path, overrides, kind, rows):
+    config = tiny_run(
+        tmp_path, "mesh.fsdp=2", "mesh.expert=2", "batch.gradient_accumulation_steps=1", *overrides
+    )
+    mesh = mesh_of(fsdp=2, expert=config.mesh.expert)
+    report = make_report(config, "v5p:2x2x1", chip_of("v5p:2x2x1"), CompiledStep(mesh, None, 1.0, 2.0, 3.0))
+    facts = to_json(report)["expert_exchange"]
+    if kind is None:
+        assert facts is None
+        return
+    assert (facts["kind"], facts["buffer_rows"]) == (kind, rows)
+    # 64 copies of 16 float32s, half of them, 4 trips; 2 experts of 3 matrices of 16 x 16, one hop, 3 times.
+    assert facts["token_bytes"] == 4 * 64 * 16 // 2 * 4
+    assert facts["weight_bytes"] == 2 * 3 * 16 * 16 * 3 * 4
+    assert f"Experts: {facts['words']}." in markdown(report)
 
 
 def test_rematerialized_layers_send_copies_once_more_and_evaluation_drops_none():
