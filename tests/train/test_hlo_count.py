@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import eqx_loss
+from model._uneven import run_uneven
 from train._aot_compile import needed_bytes
 from train._hlo_count import count_program, instruction_flops, replica_groups
 from train._hlo_parse import Instruction, Shape, parse_program, run_counts
@@ -120,6 +121,21 @@ def convolution(dims, labels, window):
         Instruction("c", "convolution", (out,), ("a", "b"), f", {window}dim_labels={labels}", False),
         [left, right],
     )
+
+
+@pytest.mark.usefixtures("names_in_cache_key")
+def test_loops_over_layers_of_uneven_groups_count_the_layers_of_all_groups(arguments):
+    """2 and 3 layers of one kind, each time followed by one of another: 7 products forward, 14 backward."""
+
+    def loss(x, weights, others):
+        x, _ = run_uneven(
+            lambda x, _, w: (jnp.tanh(x @ w), None), ((2, 1), (3, 1)), x, None, (weights, others)
+        )
+        return jnp.sum(x)
+
+    x, weights = arguments
+    cost = count_program(compiled(jax.grad(loss, argnums=(0, 1, 2)), x, weights, weights[:2]), {"data": 1})
+    assert cost.flops == 3 * 7 * 2 * ROWS * WIDTH * WIDTH
 
 
 def test_a_matrix_product_written_as_a_convolution_has_its_own_flops():
