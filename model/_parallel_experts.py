@@ -53,7 +53,7 @@ def run_across(
     run = _run_ragged if parallel.platform == "tpu" else _run_padded
     size = work.buffer_rows(parallel.exchange.buffer)
     is_bounded = size < work.buffer_rows(None)
-    return run(copies, _Buffer(size, min(size, work.block_rows), is_bounded), products, parallel)
+    return run(copies, _Buffer(size, work.block_rows, is_bounded), products, parallel)
 
 
 class _Buffer(NamedTuple):
@@ -91,10 +91,8 @@ def _run_padded(
     # Where each place of the sending buffer comes from, and where each copy went; one past the end means nowhere.
     source = jnp.where(is_used, starts[:, None] + place, num_copies).reshape(-1)
     target = copies.experts // num_local
-    within = jnp.arange(num_copies) - starts[target]
-    went = target * buffer.block + within
-    if buffer.is_bounded:
-        went = jnp.where(within < placed[target], went, count * buffer.block)
+    # Where a copy without a place would be, the full buffer of its receiver has nothing: 0 comes back.
+    went = target * buffer.block + jnp.arange(num_copies) - starts[target]
 
     def travel(x: Array) -> Array:
         return jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)

@@ -85,6 +85,7 @@ def _visited_backward(
         def multiply(visiting: PyTree, rows: Array, weights: Array) -> Array:
             return products(visiting, rows, weights, chunk.sizes, limit)
 
+        # Of copies for other experts nothing may be added, whatever a kernel makes of rows in no group.
         _, back = jax.vjp(multiply, visiting, chunk.of(rows), chunk.of(weights))
         of_experts, *of_rows = back(chunk.own(chunk.of(g), 0))
         added = jax.tree.map(lambda total, part: total + part.astype(total.dtype), carry[0], of_experts)
