@@ -105,7 +105,9 @@ def fused_pass(
         return _visit_loss(rest[k], losses, tokens, unembed, rules, token_cut, cut)
 
     # Either loop may visit every tile, but not both: costs are counted for a batch whose tokens all weigh.
-    return repeat(rest_count, visit_rest, losses, expected=0), gradients
+    losses = repeat(rest_count, visit_rest, losses, expected=0)
+    # Together: nobody waits for the losses, so `unembed` would live until the end of a training step.
+    return jax.lax.optimization_barrier((losses, gradients))
 
 
 def gradient_pass(

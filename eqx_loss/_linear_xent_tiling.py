@@ -17,6 +17,9 @@ CPU_LOGITS_BYTES = 308 << 20
 # With 1/4, all that a call takes is less than the float32 gradient and the float32 result of tokamax's kernel.
 LOGITS_SHARE = {4: 3 / 8, 2: 1 / 4}
 MIN_LOGITS_BYTES = 64 << 20
+# With a budget of its own on an accelerator, the share of a tile's scores in float32: wide tiles read and write the
+# gradient of hidden less often.
+TILE_SHARE = 1 / 3
 TARGET_COLUMNS = {"cpu": 1280, "gpu": 4096, "tpu": 4096}
 # Tokens come in whole sublanes; columns in whole lanes of an accelerator. On a CPU a broken vector costs
 # less than columns computed twice: 157,184 is 128 tiles of 1228.
@@ -61,12 +64,15 @@ def tile_sizes(
         tokens, columns = min(tokens, max(num_tokens, 1)), min(columns, num_columns)
     else:
         keep_logits = True
-        columns = balanced_tile(num_columns, TARGET_COLUMNS[backend], COLUMN_GRAIN[backend])
         budget = execution.max_logits_bytes or _logits_budget(width * num_columns, score_bytes, backend)
         affordable = max(1, budget // (score_bytes * num_columns * num_travel))
         if backend == "cpu" and execution.max_logits_bytes is None:
             affordable = min(affordable, max(1, CPU_TOKENS // num_travel))
         tokens = even_tile(max(num_tokens, 1), _round_down(affordable), TOKEN_GRAIN)
+        target = TARGET_COLUMNS[backend]
+        if backend != "cpu" and execution.max_logits_bytes is not None:
+            target = max(target, int(TILE_SHARE * budget) // (4 * tokens * num_travel))
+        columns = balanced_tile(num_columns, target, COLUMN_GRAIN[backend])
     # Without a mesh the compiler may have cut the rows: a tile that takes a piece of every row
     # keeps them where they are.
     keep_rows = execution.sharding is None and rows <= tokens

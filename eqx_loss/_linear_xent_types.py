@@ -187,7 +187,8 @@ class XentExecution:
             sums in float32 (or float64); on a TPU, sums whose result is bfloat16 are held in 24
             bits between token tiles.
         backend: Where it will run; None asks the mesh, else the default backend.
-        max_logits_bytes: Budget of the kept logits, bytes a device; None is the backend's default.
+        max_logits_bytes: Budget of the kept logits, bytes a device; None is the backend's default. On an
+            accelerator a larger budget also makes vocabulary tiles wider.
     """
 
     implementation: ImplementationWish = "auto"

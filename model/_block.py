@@ -12,9 +12,10 @@ from ._delta import Kda, init_kda
 from ._ffn import SwiGlu, init_swiglu
 from ._gla import Lightning, init_lightning
 from ._gqa import Gqa, init_gqa
+from ._made_once import slope_made_once
 from ._mla import Mla, init_mla
 from ._moe import Moe, init_moe
-from ._norm import rms_norm
+from ._norm import norm_beside, rms_norm
 from ._parallel import whole
 from ._param import param
 from ._router import RouterFacts
@@ -56,7 +57,7 @@ class Block(eqx.Module):
             mixed = mixer(normed, rows, constants.slopes)
         else:
             mixed = mixer(normed, rows)
-        x = constrain(x + mixed, "B S D", rows.axes)
+        x = slope_made_once(constrain(x + mixed, "B S D", rows.axes))
         y, router = self.feed_forward(x, rows, constants)
         return constrain(x + y, "B S D", rows.axes), BlockFacts(router=router, max_logits=max_logits)
 
@@ -64,7 +65,7 @@ class Block(eqx.Module):
         self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None
     ) -> tuple[Float[Array, "B S D"], RouterFacts | None]:
         """The second half without its residual."""
-        normed = rms_norm(x, self.ffn_norm, self.norm_eps)
+        normed = norm_beside(x, self.ffn_norm, self.norm_eps)
         ffn = whole(self.ffn, rows.parallel)
         if isinstance(ffn, Moe):
             return ffn(normed, rows, constants)

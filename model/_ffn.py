@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._axes import Axes, constrain
 from ._linear import init_normal, project
+from ._made_once import made_once, slope_made_once
 from ._param import matrix
 
 
@@ -23,7 +24,10 @@ class SwiGlu(eqx.Module):
         """The feed-forward of every position; `limit` clamps as `swiglu` says."""
         gate = constrain(project("bsd,df->bsf", x, self.gate), "B S F", axes)
         up = constrain(project("bsd,df->bsf", x, self.up), "B S F", axes)
-        return project("bsf,fd->bsd", swiglu(gate, up, limit), self.down)
+        # One operation makes the slopes of gate and up, and the product for the gradient of `down`.
+        gate, up = slope_made_once((gate, up))
+        hidden = made_once(swiglu(gate, up, limit))
+        return project("bsf,fd->bsd", hidden, self.down)
 
 
 def swiglu(

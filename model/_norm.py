@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ._made_once import made_once
 from ._precision import widen
 
 
@@ -14,6 +15,23 @@ def rms_norm(
 
     Zhang and Sennrich, arXiv:1910.07467, eq. 4.
     """
+    return _scaled(x, _scale(x, eps), weight)
+
+
+def norm_beside(
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*batch D"]:
+    """`rms_norm` of a sum that is used beside it: on TPUs the sum and its scale are made in one operation."""
+    x, scale = made_once((x, _scale(x, eps)))
+    return _scaled(x, scale, weight)
+
+
+def _scale(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch 1"]:
     wide = widen(x)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight).astype(x.dtype)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+def _scaled(
+    x: Float[Array, "*batch D"], scale: Float[Array, "*batch 1"], weight: Float[Array, "*groups D"]
+) -> Float[Array, "*batch D"]:
+    return (widen(x) * scale * weight).astype(x.dtype)

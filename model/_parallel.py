@@ -17,6 +17,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, Shaped
 
 from ._expert_exchange import ExpertExchange
@@ -236,10 +237,27 @@ def _whole_leaf(leaf: Array | Cut, spec: ParamSpec, parallel: Parallel) -> Array
     return _gather(leaf, (axis, names, dtype, parallel))
 
 
+def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Float[Array, "..."]:
+    """`shard` in another dtype.
+
+    On TPUs float32 is rounded to bfloat16 as integers, in the layout that it is stored in: the compiler would else
+    move the cast or the transposition out of the loop over layers, and a copy of the cuts of all layers would live
+    beside the parameters.
+    """
+    if parallel.platform != "tpu" or (shard.dtype, dtype) != (jnp.float32, "bfloat16"):
+        return shard.astype(dtype)
+    stored = with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
+    bits = jax.lax.bitcast_convert_type(stored, jnp.uint32)
+    # To the nearest, ties to even; a NaN stays one.
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    upper = jnp.where(jnp.isnan(stored), 0x7FC0, nearest).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(shard: Float[Array, "..."], options: GatherOptions) -> Float[Array, "..."]:
     axis, names, dtype, parallel = options
-    return gathered(shard.astype(dtype), axis, names, parallel)
+    return gathered(_cast_cut(shard, dtype, parallel), axis, names, parallel)
 
 
 def _gather_forward(shard: Array, options: GatherOptions) -> tuple[Array, None]:
@@ -263,7 +281,8 @@ def _gather_to_sink(
     sink: Float[Array, "..."],
     options: SinkOptions,
 ) -> Float[Array, "..."]:
-    return gathered(shard.astype(options[2]), options[0], options[1], options[3])
+    axis, names, dtype, parallel, _ = options
+    return gathered(_cast_cut(shard, dtype, parallel), axis, names, parallel)
 
 
 def _sink_forward(shard: Array, sink: Array, options: SinkOptions) -> tuple[Array, None]:

@@ -1,7 +1,9 @@
 """Rotary position embedding (arXiv:2104.09864), with optional YaRN frequencies."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -26,14 +28,59 @@ def apply_rope(
     angle = positions.astype(wide)[..., None] * frequencies
     angle = jnp.expand_dims(angle, tuple(range(2, x.ndim - 1)))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    y = x.astype(wide)
-    if interleaved:
-        a, b = y[..., 0::2], y[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
-    else:
-        a, b = jnp.split(y, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return _turned(interleaved, x, cos, sin)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turned(
+    interleaved: bool,
+    x: Float[Array, "B S *heads R"],
+    cos: Float[Array, "B S *ones R/2"],
+    sin: Float[Array, "B S *ones R/2"],
+) -> Float[Array, "B S *heads R"]:
+    """`x` turned by angles that have no gradient. The slope turns the other way, in one operation as well."""
+    ways = (functools.partial(way, interleaved) for way in (_turned_by_shifts, _turned_by_pairs))
+    by_shifts, by_pairs = ways
+    return jax.lax.platform_dependent(x, cos, sin, tpu=by_shifts, default=by_pairs)
+
+
+def _turned_forward(interleaved, x, cos, sin):
+    return _turned(interleaved, x, cos, sin), (cos, sin)
+
+
+def _turned_backward(interleaved, angle, slope):
+    cos, sin = angle
+    return _turned(interleaved, slope, cos, -sin), None, None
+
+
+_turned.defvjp(_turned_forward, _turned_backward)
+
+
+def _turned_by_pairs(interleaved, x, cos, sin):
+    y = x.astype(cos.dtype)
+    a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
+    turned = _joined(interleaved, a * cos - b * sin, b * cos + a * sin)
     return turned.astype(x.dtype)
+
+
+def _turned_by_shifts(interleaved, x, cos, sin):
+    """Halves of a vector register are no arrays of their own on TPUs: the partner of each entry comes by a shift."""
+    y = x.astype(cos.dtype)
+    zero = jnp.zeros((), y.dtype)
+    step = 1 if interleaved else x.shape[-1] // 2
+    whole = [(0, 0, 0)] * (x.ndim - 1)
+    after, before = (jax.lax.pad(y, zero, [*whole, (shift, -shift, 0)]) for shift in (-step, step))
+    none = jnp.zeros_like(sin)
+    turned = y * _joined(interleaved, cos, cos)
+    turned = turned + after * _joined(interleaved, -sin, none) + before * _joined(interleaved, none, sin)
+    return turned.astype(x.dtype)
+
+
+def _joined(interleaved, a, b):
+    """Pairs in their places."""
+    if not interleaved:
+        return jnp.concatenate([a, b], axis=-1)
+    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
 
 
 def rope_frequencies(rope_dim: int, config: RopeConfig) -> np.ndarray:

@@ -3,6 +3,7 @@
 import typing
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
@@ -52,7 +53,7 @@ def splash_attention(
             q_seq_shards=1,
             interpret=interpret,
         )
-        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+        q, k, v = (_heads_first(x, interpret).transpose(0, 2, 1, 3) for x in (q, k, v))
         out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, SegmentIds(q=ids, kv=ids)))(q, k, v, segment_ids)
         return typing.cast(Array, out).transpose(0, 2, 1, 3)
 
@@ -68,6 +69,11 @@ def splash_attention(
         check_vma=False,  # the kernel does not say how its outputs vary over the mesh
     )
     return mapped(q, k, v, segment_ids)
+
+
+def _heads_first(x: Float[Array, "B S H K"], interpret: bool) -> Float[Array, "B S H K"]:
+    """`x`, and its slope, laid out as the kernel has them: else the slope is copied before it is used."""
+    return x if interpret else with_layout_constraint(x, Layout(major_to_minor=(0, 2, 1, 3)))
 
 
 def _block_sizes(length: int) -> BlockSizes:

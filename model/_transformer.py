@@ -107,7 +107,8 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], list[BlockFacts], Float[Array, "L B S D"] | None]:
         """The residual stream after the last layer, the facts of each kind, and the stream before every layer."""
         config, stack = self.config, self.config.stack
-        run = _rematerialize(config.remat, rows.parallel)
+        is_scanned = all(block.mixer_norm.ndim > 1 for block in self.layers)
+        run = _rematerialize(config.remat, rows.parallel, is_scanned)
 
         def layer(x: Array, rows: Rows, given: tuple[Block, LayerConstants]) -> tuple[Array, tuple]:
             block, constants = given
@@ -121,7 +122,7 @@ class Transformer(eqx.Module):
     def _mtp_depths(
         self, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], rows: Rows, keep: "_Keep"
     ) -> tuple[Float[Array, "M B S D"], list[BlockFacts]]:
-        checkpointed = _checkpoint_policy(self.config.remat, rows.parallel)
+        checkpointed = _checkpoint_policy(self.config.remat, rows.parallel, is_scanned=False)
         outputs, facts = [], []
         for depth, block in enumerate(self.mtp, start=1):
             ahead = tokens_ahead(
@@ -147,8 +148,14 @@ class _Keep(eqx.Module):
         return facts if self.router_details else without_details(facts)
 
 
-def _checkpoint_policy(remat: Remat, parallel: Parallel | None) -> Callable[[Callable], Callable]:
-    """`jax.checkpoint` with the policy of `remat`, or nothing. Gathered weights are never kept."""
+def _checkpoint_policy(
+    remat: Remat, parallel: Parallel | None, is_scanned: bool
+) -> Callable[[Callable], Callable]:
+    """`jax.checkpoint` with the policy of `remat`, or nothing. Gathered weights are never kept.
+
+    Under a scan the two passes are two loops, which the compiler does not join: no barrier is needed, which would make
+    every weight and residual of a layer be copied out of the stack before it is used.
+    """
     policies = jax.checkpoint_policies
     match remat:
         case "none":
@@ -156,15 +163,15 @@ def _checkpoint_policy(remat: Remat, parallel: Parallel | None) -> Callable[[Cal
         case "dots":
             return lambda f: jax.checkpoint(f, policy=policies.dots_with_no_batch_dims_saveable)
         case "block":
-            return lambda f: jax.checkpoint(f)
+            return lambda f: jax.checkpoint(f, prevent_cse=not is_scanned)
         case "offload":
             policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
             return lambda f: jax.checkpoint(f, policy=policy)
 
 
-def _rematerialize(remat: Remat, parallel: Parallel | None) -> Callable:
+def _rematerialize(remat: Remat, parallel: Parallel | None, is_scanned: bool) -> Callable:
     """A block's call under the policy of `remat`."""
-    return _checkpoint_policy(remat, parallel)(Block.__call__)
+    return _checkpoint_policy(remat, parallel, is_scanned)(Block.__call__)
 
 
 def init_model(config: ModelConfig, *, key: PRNGKeyArray) -> Transformer:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -24,6 +25,9 @@ from model import ModelOutput, Parallel, RouterStats, Transformer
 
 from ._examples import Examples, micro_step_partitions
 from ._layout import GradientLayout, make_sinks, manual_part, reduce_gradient, with_shards
+
+# Bytes of kept logits on a TPU, a weight of the output head.
+KEPT_LOGITS = 2
 
 
 class Totals(NamedTuple):
@@ -121,14 +125,21 @@ def micro_totals(
     facts = _forward(plan, model, example)
     weights = _own_groups(plan, example.weights)
     num_depths = example.mtp_targets.shape[0]
+    hidden, model = _after_layers(plan, jnp.concatenate([facts.hidden[None], facts.mtp_hidden]), model)
+    unembed = model.whole_unembed(plan.parallel)
     lm, *mtp = linear_cross_entropy_heads(
-        jnp.concatenate([facts.hidden[None], facts.mtp_hidden]),
-        model.whole_unembed(plan.parallel),
+        hidden,
+        unembed,
         jnp.concatenate([example.targets[None], example.mtp_targets]),
         jnp.concatenate([weights.lm_objective[None], weights.mtp_objective]),
         mask=jnp.concatenate([weights.lm_mask[None], weights.mtp_mask]),
         rules=XentRules(z_loss_multiplier=(plan.semantics.z_loss_multiplier, *[0.0] * num_depths)),
-        execution=XentExecution(backend=plan.layout.backend, compute_dtype=facts.hidden.dtype),
+        execution=XentExecution(
+            backend=plan.layout.backend,
+            compute_dtype=hidden.dtype,
+            # A layer's activations take more. The less often the gradient of `unembed` is read and written, the better.
+            max_logits_bytes=KEPT_LOGITS * unembed.size if plan.layout.backend == "tpu" else None,
+        ),
     )
     terms, counts, overflow = None, None, None
     if facts.router is not None:
@@ -187,6 +198,20 @@ def _batch_counts(plan: GradientPlan, counts: Int[Array, "L E"], known: Array | 
     if plan.semantics.load_balance_scope is not LoadBalanceScope.GLOBAL_BATCH or known is not None:
         return known
     return jax.lax.psum(counts, plan.layout.summed_axes)
+
+
+def _after_layers(
+    plan: GradientPlan, hidden: Float[Array, "M B S D"], model: Transformer
+) -> tuple[Float[Array, "M B S D"], Transformer]:
+    """Both, the output head behind the layers, and its gradient before those of the layers.
+
+    The TPU compiler would else gather the head before the layers and keep its whole gradient until after them.
+    """
+    if plan.parallel.platform != "tpu":
+        return hidden, model
+    name = "embed" if model.head is None else "head"
+    hidden, head = jax.lax.optimization_barrier((hidden, getattr(model, name)))
+    return hidden, eqx.tree_at(lambda tree: getattr(tree, name), model, head)
 
 
 def _router(facts: ModelOutput) -> RouterStats:

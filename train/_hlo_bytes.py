@@ -102,7 +102,9 @@ def _written_bytes(program: Program, body: Sequence[Instruction], shapes: Sequen
         if result is None or not shape.is_in_main_memory:
             total += _main_bytes((shape,))
         elif result.opcode == "dynamic-update-slice" and result.operands[1] in by_name:
-            total += by_name[result.operands[1]].num_bytes
+            # In the type of the result: the update may be cast as it is written.
+            update = by_name[result.operands[1]].shapes[0]
+            total += Shape(shape.dtype, update.dims).num_bytes
         elif result.opcode == "fusion":
             total += _written_bytes(program, _body(program, result), result.shapes)
         else:

@@ -179,6 +179,16 @@ def test_accelerators_keep_fewer_logits_than_the_gradient(
     assert plan.vocab_cut.accumulator_dtype == jnp.float32
 
 
+def test_a_budget_on_an_accelerator_makes_tiles_wider_too():
+    """A third of it for a tile's scores in float32, so 1/6 of the columns where the kept ones have 16 bits."""
+    shapes = _shapes(width=2048, dtype=jnp.bfloat16)
+    execution = XentExecution(backend="tpu", max_logits_bytes=2 * 2048 * VOCAB)
+    plan = eqx_loss.explain_linear_cross_entropy(*shapes, execution=execution)
+    assert plan.token_cut.tile_size == 2048
+    assert VOCAB / 9 < plan.vocab_cut.tile_size <= VOCAB / 4
+    assert plan.logits_bytes == pytest.approx(2 * 2048 * VOCAB, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["tokamax_chunked_xla", "tokamax_xla", "maxtext_vocab_tiling"])
 def test_an_implementation_without_right_per_token_losses_is_refused(name):
     with pytest.raises(ValueError, match=f"must give correct per-token losses; '{name}' cannot"):

@@ -100,3 +100,14 @@ def test_a_gather_that_the_compiler_keeps_goes_in_one():
 )
 def test_stages_are_as_few_and_large_as_allowed(size, limit, factors):
     assert _parallel._factors(size, limit) == factors
+
+
+def test_cuts_are_rounded_to_bfloat16_as_a_cast_does():
+    """As integers, for TPUs: ties, both infinities, NaN, zeros of both signs, numbers too small for a normal one."""
+    edges = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38, 1e-40]
+    numbers = np.concatenate([np.random.default_rng(0).normal(size=4096), edges]).astype(np.float32)
+    rounded = _parallel._cast_cut(jnp.asarray(numbers), "bfloat16", Parallel(platform="tpu"))
+    assert rounded.dtype == jnp.bfloat16
+    assert np.array_equal(
+        np.asarray(rounded, np.float32), numbers.astype(jnp.bfloat16).astype(np.float32), equal_nan=True
+    )

@@ -238,3 +238,28 @@ ENTRY %main (x: f32[64,8], k: s32[], near: f32[1,8]) -> f32[1,8] {
     )
     row = 8 * 4
     assert count_program(program, {"data": 1}).num_bytes == row + row  # the slice is read, the result written
+
+
+def test_bytes_of_a_slice_that_is_cast_as_it_is_written_are_those_of_the_target():
+    program = parse_program(
+        """HloModule m
+
+%written (all: bf16[64,8], i: s32[], new: bf16[1,8]) -> bf16[64,8] {
+  %all = bf16[64,8]{1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  %new = bf16[1,8]{1,0} parameter(2)
+  %wide = f32[1,8]{1,0} convert(%new)
+  %z = s32[] constant(0)
+  ROOT %placed = bf16[64,8]{1,0} dynamic-update-slice(%all, %wide, %i, %z)
+}
+
+ENTRY %main (x: bf16[64,8], k: s32[], y: bf16[1,8]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %k = s32[]{:S(6)} parameter(1)
+  %y = bf16[1,8]{1,0} parameter(2)
+  ROOT %out = bf16[64,8]{1,0} fusion(%x, %k, %y), kind=kLoop, calls=%written
+}
+"""
+    )
+    row = 8 * 2
+    assert count_program(program, {"data": 1}).num_bytes == row + row  # the new row is read and written
