@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from model import ExchangeWork, ExpertExchange, Parallel
+from model import ExchangeWork, ExpertExchange, Parallel, _moe
 from model._moe import Experts, run_experts
 from tests.oracles.experts import copies_with_a_place, expert_gradients
 
@@ -42,14 +42,22 @@ def ragged_all_to_all(
     return jnp.where(jnp.all(recv_sizes == sizes[:, me]), output, jnp.nan)
 
 
+def mesh() -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:NUM_DEVICES]), ("expert",), axis_types=(AxisType.Auto,))
+
+
+def parallel_on(platform: str, exchange: ExpertExchange) -> Parallel:
+    """4 CPU devices that the model takes for those of `platform`."""
+    return Parallel(
+        expert_axis="expert", sizes=(("expert", NUM_DEVICES),), platform=platform, exchange=exchange
+    )
+
+
 @functools.cache
 def program(way: str):
     """`(experts, tokens, chosen, weights, probe) -> ((outputs, dropped), gradients)` on 4 devices."""
     exchange, platform = WAYS[way]
-    mesh = Mesh(np.asarray(jax.devices()[:NUM_DEVICES]), ("expert",), axis_types=(AxisType.Auto,))
-    parallel = Parallel(
-        expert_axis="expert", sizes=(("expert", NUM_DEVICES),), platform=platform, exchange=exchange
-    )
+    parallel = parallel_on(platform, exchange)
 
     def body(experts, tokens, chosen, weights, probe):
         def run(experts, tokens, weights):
@@ -59,7 +67,7 @@ def program(way: str):
         return out, None if dropped is None else dropped[None], back(probe)
 
     cut = PartitionSpec("expert")
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=cut, out_specs=cut, check_vma=False))
 
 
 def draw(routing: str) -> tuple[np.ndarray, ...]:
@@ -99,6 +107,23 @@ def test_experts_on_several_devices_equal_the_oracle(way, routing, monkeypatch):
         np.testing.assert_array_equal(dropped, np.sum(~has_place.reshape(NUM_DEVICES, -1), axis=1))
     else:
         assert dropped is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_no_more_rows_are_multiplied_than_a_bounded_buffer_holds(platform, monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    multiplied = []
+    monkeypatch.setattr(_moe, "expert_products", lambda _, x, *__: multiplied.append(x.shape[0]) or x)
+    *experts, tokens, chosen, weights, _ = draw("anywhere")
+
+    def body(*arguments):
+        parallel = parallel_on(platform, ExpertExchange(kind="tokens", buffer=1.25))
+        return run_experts(Experts(*arguments[:3]), *arguments[3:], parallel=parallel)[0]
+
+    cut = PartitionSpec("expert")
+    run = jax.shard_map(body, mesh=mesh(), in_specs=cut, out_specs=cut, check_vma=False)
+    jax.eval_shape(run, *experts, tokens, chosen, weights)
+    assert multiplied == [CAPACITIES[1.25]]
 
 
 def work(**changes: int) -> ExchangeWork:
