@@ -159,7 +159,8 @@ def _collect(
     rows: Float[Array, "N D"], order: Int[Array, " N"], inverse: Int[Array, " N"], num_copies: int
 ) -> Float[Array, "T D"]:
     """The sum of every token's copies."""
-    return jnp.sum(jnp.reshape(rows[inverse], (-1, num_copies, rows.shape[1])), axis=1)
+    # Copies first: with the copies of a token side by side a TPU pads them to whole tiles, and moves all to do so.
+    return jnp.sum(rows[jnp.reshape(inverse, (-1, num_copies)).T], axis=0)
 
 
 _spread.defvjp(

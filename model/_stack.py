@@ -20,6 +20,8 @@ def run_layers(
     shared: PyTree,
     inputs: Sequence[PyTree],
     stack: StackPlan,
+    *,
+    alone: Callable[[X, Any, Any], tuple[X, PyTree]] | None = None,
 ) -> tuple[X, tuple[PyTree, ...]]:
     """`x` after all layers, and what they return, by kind.
 
@@ -32,26 +34,33 @@ def run_layers(
         shared: What every layer sees; it has no gradient.
         inputs: Of each kind of `stack`, with its `stack_shape` as leading axes of every array.
         stack: The plan. Outputs have leading axes as the inputs have.
+        alone: `layer` for a layer outside of any loop, if it differs there.
     """
+    outside = layer if alone is None else alone
 
     def one(x: X, own: PyTree) -> tuple[X, PyTree]:
         return layer(x, shared, own)
 
-    def through(x: X, lengths: Sequence[int], given: Sequence[PyTree]) -> tuple[X, tuple[PyTree, ...]]:
+    def through(
+        single: Callable[[X, Any, Any], tuple[X, PyTree]],
+        x: X,
+        lengths: Sequence[int],
+        given: Sequence[PyTree],
+    ) -> tuple[X, tuple[PyTree, ...]]:
         outputs = []
         for length, own in zip(lengths, given, strict=True):
-            x, output = one(x, own) if length == 1 else jax.lax.scan(one, x, own)
+            x, output = single(x, shared, own) if length == 1 else jax.lax.scan(one, x, own)
             outputs.append(output)
         return x, tuple(outputs)
 
     start = stack.num_leading
-    x, first = through(x, stack.lengths[0][:start], inputs[:start])
+    x, first = through(outside, x, stack.lengths[0][:start], inputs[:start])
     groups, given = tuple(group[start:] for group in stack.lengths), tuple(inputs[start:])
     if not given:
         return x, first
     if len(set(groups)) == 1:
         cut = tuple(_grouped(own, len(groups)) for own in given)
-        x, rest = jax.lax.scan(lambda x, own: through(x, groups[0], own), x, cut)
+        x, rest = jax.lax.scan(lambda x, own: through(layer, x, groups[0], own), x, cut)
         return x, (*first, *(_joined(output, length) for output, length in zip(rest, groups[0], strict=True)))
     is_one = [sum(lengths) == 1 for lengths in zip(*groups, strict=True)]
     many = tuple(

@@ -107,16 +107,18 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], list[BlockFacts], Float[Array, "L B S D"] | None]:
         """The residual stream after the last layer, the facts of each kind, and the stream before every layer."""
         config, stack = self.config, self.config.stack
-        is_scanned = all(block.mixer_norm.ndim > 1 for block in self.layers)
-        run = _rematerialize(config.remat, rows.parallel, is_scanned)
 
-        def layer(x: Array, rows: Rows, given: tuple[Block, LayerConstants]) -> tuple[Array, tuple]:
+        def layer(
+            x: Array, rows: Rows, given: tuple[Block, LayerConstants], is_scanned: bool = True
+        ) -> tuple[Array, tuple]:
             block, constants = given
+            run = _rematerialize(config.remat, rows.parallel, is_scanned)
             y, facts = run(block, x, rows, constants)
             return y, (keep(facts), x if keep.hidden_states else None)
 
         inputs = [(b, stacked_constants(config, a)) for b, a in zip(self.layers, stack.alike, strict=True)]
-        x, outputs = run_layers(layer, x, rows, inputs, stack)
+        alone = functools.partial(layer, is_scanned=False)
+        x, outputs = run_layers(layer, x, rows, inputs, stack, alone=alone)
         return x, [facts for facts, _ in outputs], in_layer_order([states for _, states in outputs], stack)
 
     def _mtp_depths(

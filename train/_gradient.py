@@ -26,8 +26,9 @@ from model import ModelOutput, Parallel, RouterStats, Transformer
 from ._examples import Examples, micro_step_partitions
 from ._layout import GradientLayout, make_sinks, manual_part, reduce_gradient, with_shards
 
-# Bytes of kept logits on a TPU, a weight of the output head.
-KEPT_LOGITS = 2
+# Bytes of kept logits on a TPU: as many as the output head has in bfloat16, or these. The less often the gradient of
+# `unembed` is read and written, the better, and a layer's activations take more.
+KEPT_LOGITS = 2**30
 
 
 class Totals(NamedTuple):
@@ -137,8 +138,7 @@ def micro_totals(
         execution=XentExecution(
             backend=plan.layout.backend,
             compute_dtype=hidden.dtype,
-            # A layer's activations take more. The less often the gradient of `unembed` is read and written, the better.
-            max_logits_bytes=KEPT_LOGITS * unembed.size if plan.layout.backend == "tpu" else None,
+            max_logits_bytes=max(KEPT_LOGITS, 2 * unembed.size) if plan.layout.backend == "tpu" else None,
         ),
     )
     terms, counts, overflow = None, None, None

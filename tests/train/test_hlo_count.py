@@ -263,3 +263,25 @@ ENTRY %main (x: bf16[64,8], k: s32[], y: bf16[1,8]) -> bf16[64,8] {
     )
     row = 8 * 2
     assert count_program(program, {"data": 1}).num_bytes == row + row  # the new row is read and written
+
+
+def test_bytes_of_a_call_on_another_core_are_those_of_what_it_calls():
+    program = parse_program(
+        """HloModule m
+
+%there (a: f32[64,8], i: s32[]) -> f32[1,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,8}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %out = f32[1,8]{1,0} custom-call(%x, %k), custom_call_target="other", called_computations={%there}
+}
+"""
+    )
+    row = 8 * 4
+    assert count_program(program, {"data": 1}).num_bytes == row + row
