@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._made_once import made_once_on_cpu
 from ._precision import at_least_float32
 
 DEFAULT_BLOCK = 256
@@ -77,10 +78,11 @@ def _forward(q, k, v, segment_ids, block_size):
             acc, high, total = carry
             mask = _mask(si, _block(segments, j, block, 1), i, j, block)
             logits = jnp.einsum("bjgqk,bjsk->bjgqs", qi, _block(kh, j, block, 2), preferred_element_type=wide)
-            new_high = jnp.maximum(high, jnp.max(jnp.where(mask, logits, -jnp.inf), axis=-1))
+            logits = made_once_on_cpu(jnp.where(mask, logits, -jnp.inf))
+            new_high = jnp.maximum(high, jnp.max(logits, axis=-1))
             # A row with no key yet has high = -inf; subtracting 0 instead keeps -inf - -inf out.
             safe = jnp.where(jnp.isfinite(new_high), new_high, 0)
-            weights = jnp.where(mask, jnp.exp(logits - safe[..., None]), 0)
+            weights = jnp.exp(logits - safe[..., None])
             decay = jnp.exp(high - safe)
             values = jnp.einsum(
                 "bjgqs,bjsu->bjgqu",
@@ -120,21 +122,23 @@ def _backward(block_size, residuals, cotangents):
         qi, di, si = (_block(x, i, block, axis) for x, axis in ((qh, 3), (d_out, 3), (segments, 1)))
         delta_i = _block(delta, i, block, 3)
 
+        # Keys before queries: then only the narrow operands of the products have to be transposed, not the weights.
         def key_block(j, carry):
             dq, dk, dv = carry
             kj, vj = _block(kh, j, block, 2), _block(vh, j, block, 2)
-            mask = _mask(si, _block(segments, j, block, 1), i, j, block)
-            logits = jnp.einsum("bjgqk,bjsk->bjgqs", qi, kj, preferred_element_type=wide)
-            weights = jnp.where(mask, jnp.exp(logits - lse_i[..., None]), 0)
-            d_weights = jnp.einsum("bjgqu,bjsu->bjgqs", di, vj, preferred_element_type=wide)
-            d_logits = (weights * (d_weights - delta_i[..., None])).astype(q.dtype)
-            dv_j = jnp.einsum("bjgqs,bjgqu->bjsu", weights.astype(v.dtype), di, preferred_element_type=wide)
-            dk_j = jnp.einsum("bjgqs,bjgqk->bjsk", d_logits, qi, preferred_element_type=wide)
-            dq_j = jnp.einsum("bjgqs,bjsk->bjgqk", d_logits, kj, preferred_element_type=wide)
+            mask = jnp.moveaxis(_mask(si, _block(segments, j, block, 1), i, j, block), 4, 2)
+            logits = jnp.einsum("bjsk,bjgqk->bjsgq", kj, qi, preferred_element_type=wide)
+            weights = made_once_on_cpu(jnp.where(mask, jnp.exp(logits - lse_i[:, :, None]), 0))
+            d_weights = jnp.einsum("bjsu,bjgqu->bjsgq", vj, di, preferred_element_type=wide)
+            d_logits = made_once_on_cpu(weights * (d_weights - delta_i[:, :, None])).astype(q.dtype)
+            dv_j = jnp.einsum("bjsgq,bjgqu->bjsu", weights.astype(v.dtype), di, preferred_element_type=wide)
+            dk_j = jnp.einsum("bjsgq,bjgqk->bjsk", d_logits, qi, preferred_element_type=wide)
+            dq_j = jnp.einsum("bjks,bjsgq->bjkgq", _turned(kj), d_logits, preferred_element_type=wide)
             return dq + dq_j, _add_block(dk, dk_j, j, block), _add_block(dv, dv_j, j, block)
 
-        dq, dk, dv = jax.lax.fori_loop(0, i + 1, key_block, (jnp.zeros(qi.shape, wide), *carry))
-        return (dk, dv), dq
+        start = jnp.zeros((*qi.shape[:2], qi.shape[4], *qi.shape[2:4]), wide)
+        dq, dk, dv = jax.lax.fori_loop(0, i + 1, key_block, (start, *carry))
+        return (dk, dv), jnp.moveaxis(dq, 2, 4)
 
     start = (jnp.zeros(kh.shape, wide), jnp.zeros(vh.shape, wide))
     (dk, dv), dq = jax.lax.scan(query_block, start, (jnp.arange(segments.shape[1] // block), lse))
@@ -176,6 +180,10 @@ def _from_blocks(x: Float[Array, "N B J G X U"], length: int) -> Float[Array, "B
 
 def _block(x: Array, i: Int[Array, ""], block: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis)
+
+
+def _turned(x: Float[Array, "B J S K"]) -> Float[Array, "B J K S"]:
+    return made_once_on_cpu(jnp.swapaxes(x, 2, 3))
 
 
 def _add_block(x: Array, update: Array, i: Int[Array, ""], block: int) -> Array:

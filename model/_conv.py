@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._kda_documents import vary_together, zero_cotangent
+from ._made_once import made_once_on_cpu
 
 
 def causal_conv1d(
@@ -31,6 +32,16 @@ def causal_conv1d(
         None if segment_ids is None else jnp.zeros((x.shape[0], weight.shape[1] - 1), segment_ids.dtype)
     )
     return causal_conv1d_after(x, weight, state, segment_ids, past_ids)
+
+
+def silu_conv1d(
+    x: Float[Array, "B S C"],
+    weight: Float[Array, "C W"],
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B S C"]:
+    """`silu(causal_conv1d(x, weight, segment_ids))`, of which only the arguments are kept for the backward pass."""
+    x, weight, segment_ids = vary_together((x, weight, segment_ids))
+    return _silu_conv(x, weight, segment_ids)
 
 
 def causal_conv1d_after(
@@ -140,7 +151,7 @@ def _conv_bwd(residuals, d_y):
     rows, weight, ids = residuals
     width = weight.shape[1]
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    wide = d_y.astype(dtype)
+    wide = made_once_on_cpu(d_y).astype(dtype)
     d_rows, d_taps = jnp.zeros((), dtype), []
     for lag in range(width):
         seen = _seen(ids, lag, width)
@@ -153,3 +164,20 @@ def _conv_bwd(residuals, d_y):
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+@jax.custom_vjp
+def _silu_conv(
+    x: Float[Array, "B S C"], weight: Float[Array, "C W"], ids: Int[Array, "B S"] | None
+) -> Float[Array, "B S C"]:
+    return jax.nn.silu(made_once_on_cpu(causal_conv1d(x, weight, ids)))
+
+
+def _silu_conv_bwd(residuals, d_y):
+    x, weight, ids = residuals
+    y, pull = jax.vjp(lambda x, weight: made_once_on_cpu(causal_conv1d(x, weight, ids)), x, weight)
+    d_x, d_weight = pull(jax.vjp(jax.nn.silu, y)[1](d_y)[0])
+    return d_x, d_weight, None if ids is None else zero_cotangent(ids)
+
+
+_silu_conv.defvjp(lambda *arguments: (_silu_conv(*arguments), arguments), _silu_conv_bwd)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._axes import constrain
 from ._config import KdaConfig
-from ._conv import causal_conv1d
+from ._conv import silu_conv1d
 from ._kda import DecayGate, kda_gated_chunked, l2_normalize
 from ._linear import init_normal, project
 from ._norm import rms_norm
@@ -44,14 +44,13 @@ class Kda(eqx.Module):
         axes = rows.axes
         raw = [to_heads(constrain(y, "B S H K", axes), rows) for y in self.raw_queries_keys_values(x)]
         segment_ids = whole_rows(rows).segment_ids
-        mixed = [
+        q, k, v = (
             jnp.reshape(
-                causal_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), segment_ids),
+                silu_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), segment_ids),
                 y.shape,
             )
             for y, weight in zip(raw, (own_heads(weight, rows) for weight in self.conv_weights))
-        ]
-        q, k, v = (jax.nn.silu(y) for y in mixed)
+        )
         forget = to_heads(project("bsd,dhk->bshk", x, self.forget), rows)
         strength = to_heads(self.write_strength(x), rows)
         gate = jax.tree.map(lambda weight: own_heads(weight, rows), self.decay_gate)

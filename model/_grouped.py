@@ -54,9 +54,9 @@ def blocked_matmul(
     A group's last block runs over into the next group's rows, which that group then overwrites: blocks go in order.
     """
     num_rows, num_groups = x.shape[0], weight.shape[0]
-    block = _block_size(num_rows, num_groups)
+    block = block_size(num_rows, num_groups)
     padded = jnp.pad(x, ((0, block), (0, 0)))
-    blocks = _Blocks(group_sizes, block)
+    blocks = Blocks(group_sizes, num_rows, block)
 
     def step(i, y):
         group, start, _ = blocks.at(i)
@@ -70,8 +70,8 @@ def blocked_matmul(
 
 def _blocked_backward(x, weight, group_sizes, cotangent):
     num_rows, num_groups = x.shape[0], weight.shape[0]
-    block = _block_size(num_rows, num_groups)
-    blocks = _Blocks(group_sizes, block)
+    block = block_size(num_rows, num_groups)
+    blocks = Blocks(group_sizes, num_rows, block)
     padded_x = jnp.pad(x, ((0, block), (0, 0)))
     padded_g = jnp.pad(cotangent, ((0, block), (0, 0)))
 
@@ -92,28 +92,34 @@ def _blocked_backward(x, weight, group_sizes, cotangent):
     return dx[:num_rows], dw
 
 
-class _Blocks:
-    """Which rows block i covers; a group of n rows has ceil(n / block) blocks."""
+class Blocks:
+    """Which rows block i covers; a group of n rows has ceil(n / size) blocks.
 
-    def __init__(self, group_sizes: Int[Array, " E"], block: int) -> None:
-        self._sizes, self._block = group_sizes, block
-        self._row_starts = jnp.cumsum(group_sizes) - group_sizes
-        self._ends = jnp.cumsum(-(-group_sizes // block))
+    Attributes:
+        size: Rows of a block.
+        count: Blocks in all.
+    """
 
-    @property
-    def count(self) -> Int[Array, ""]:
-        """Blocks in all."""
-        return self._ends[-1]
+    def __init__(self, group_sizes: Int[Array, " E"], num_rows: int, size: int) -> None:
+        self.size = size
+        blocks = -(-group_sizes // size)
+        ends = jnp.cumsum(blocks)
+        self.count: Int[Array, ""] = ends[-1]
+        # The table is made once: in the loop its small steps would cost as much as a product.
+        index = jnp.arange(num_rows // size + group_sizes.shape[0])
+        group = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), group_sizes.shape[0] - 1)
+        offset = (index - (ends - blocks)[group]) * size
+        starts = (jnp.cumsum(group_sizes) - group_sizes)[group] + offset
+        used = jnp.minimum(group_sizes[group] - offset, size)
+        self._table = jnp.stack([group, starts, used], axis=1)
 
     def at(self, i: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
         """Group, first row, and number of the group's rows of block i (at most the block size)."""
-        group = jnp.sum(self._ends <= i)
-        first = jnp.where(group > 0, self._ends[jnp.maximum(group - 1, 0)], 0)
-        offset = (i - first) * self._block
-        return group, self._row_starts[group] + offset, jnp.minimum(self._sizes[group] - offset, self._block)
+        group, start, used = jax.lax.dynamic_index_in_dim(self._table, i, keepdims=False)
+        return group, start, used
 
 
-def _block_size(num_rows: int, num_groups: int) -> int:
+def block_size(num_rows: int, num_groups: int) -> int:
     """A power of two near half an even group, so that a group's ragged end wastes little."""
     half = max(num_rows // (2 * num_groups), 1)
     return int(np.clip(2 ** round(np.log2(half)), _MIN_BLOCK, _MAX_BLOCK))

@@ -12,8 +12,8 @@ so `(I + A) u = beta (v - ...)` with A strictly lower triangular (Kimi Linear, a
 Decays. `e^{G_i}` underflows and `e^{-G_j}` overflows when gates are strong, and `G_i - G_j` from two long sums has
 lost the digits of a weak gate that follows a strong one. Here every pair j < i is handled at the power of two h for
 which i and j lie in the right and the left half of one aligned block of 2h positions: with m the middle, the decay
-is `e^{g_{j+1} + ... + g_{m-1}} * e^{g_m + ... + g_i}`. Both sums have only terms of the decay itself, both exponents
-are at most 0, and both factors go into operands of a matrix product.
+is `e^{g_{j+1} + ... + g_{m-1}} * e^{g_m + ... + g_i}`. Both factors are products of the decays `e^g` of single
+positions, at most 1, that occur in the decay itself, and both go into operands of a matrix product.
 """
 
 import jax
@@ -35,6 +35,7 @@ def kda_chunk(
     g: Float[Array, "B X H K"],
     beta: Float[Array, "B X H"],
     mask: ChunkMask | None,
+    part_size: int | None = None,
 ) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
     """The state after a chunk and the chunk's output, in the state's dtype.
 
@@ -46,7 +47,10 @@ def kda_chunk(
         g: Log-decays, at most 0.
         beta: Write strengths.
         mask: Documents of the chunk, or None for one document without padding. At padding g and beta must be 0.
+        part_size: Positions of the parts that `mask` is of; None for the whole chunk at once.
     """
+    if part_size is not None:
+        return _kda_parts(state, q, k, v, g, beta, mask, part_size)
     q, k, v, g, beta = (jnp.moveaxis(x.astype(state.dtype), 2, 1) for x in (q, k, v, g, beta))
     erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
     keep = keep[..., None]
@@ -114,6 +118,38 @@ def invert_unit_lower(a: Float[Array, "*batch X X"]) -> Float[Array, "*batch X X
     return inverse[..., 0, :, :]
 
 
+def _kda_parts(state, q, k, v, g, beta, masks, part_size):
+    """`kda_chunk` in parts, whose products that need no state are taken together.
+
+    With `(I + A) w = beta k e^G` for each part, `u = (I + A)^-1 beta v - w S`: only this and the next state are made
+    part after part.
+    """
+
+    def split(x: Array) -> Array:
+        x = jnp.moveaxis(x.astype(state.dtype), 2, 1)
+        return jnp.reshape(x, (*x.shape[:2], -1, part_size, *x.shape[3:]))
+
+    q, k, v, g, beta = (split(x) for x in (q, k, v, g, beta))
+    erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
+    keep = keep[..., None]
+    if masks is not None:
+        same = masks.same[:, None]
+        erase, attend = jnp.where(same, erase, 0), jnp.where(same, attend, 0)
+        from_start = jnp.where(masks.first[:, None, ..., None], from_start, 0)
+        to_end = jnp.where(masks.last[:, None, ..., None], to_end, 0)
+        keep = jnp.where(masks.kept[:, None, :, None, None], keep, 0)
+    beta, k_end = beta[..., None], k * to_end
+    solved = solve_unit_lower(beta * erase, beta * jnp.concatenate([v, k * from_start], axis=-1))
+    own, read = jnp.split(solved, [v.shape[-1]], axis=-1)
+    states, writes = [], []
+    for i in range(q.shape[2]):
+        states.append(state)
+        writes.append(own[:, :, i] - _matmul(read[:, :, i], state))
+        state = keep[:, :, i] * state + _product("bhxk,bhxu->bhku", k_end[:, :, i], writes[-1])
+    o = _matmul(q * from_start, jnp.stack(states, axis=2)) + _matmul(attend, jnp.stack(writes, axis=2))
+    return state, jnp.moveaxis(jnp.reshape(o, (*o.shape[:2], -1, o.shape[-1])), 1, 2)
+
+
 def _solve_fwd(a, b):
     inverse = invert_unit_lower(a)
     u = _matmul(inverse, b)
@@ -134,14 +170,15 @@ def _products_fwd(q, k, g):
     base = min(size, BASE_SIZE)
     attend = jnp.where(jnp.eye(base, dtype=bool), _split(jnp.sum(q * k, axis=-1), base)[..., None], 0)
     erase = jnp.zeros_like(attend)
-    prefix, suffix, decays = g, jnp.zeros_like(g), []
+    # Decays from a half's start up to a position, and from a position to the half's end.
+    prefix, suffix, decays = jnp.exp(g), jnp.ones_like(g), []
     half = 1
     while half < size:
         (p_left, p_right), (s_left, s_right) = _halves(prefix, half), _halves(suffix, half)
-        decay = jnp.exp(_join(s_left, p_right))
+        decay = _join(s_left, p_right)
         decays.append(decay)
-        prefix = _join(p_left, p_right + p_left[..., -1:, :])
-        suffix = _join(s_left + p_right[..., -1:, :], s_right)
+        prefix = _join(p_left, p_right * p_left[..., -1:, :])
+        suffix = _join(s_left * p_right[..., -1:, :], s_right)
         rows, columns = _rows_and_columns(q, k, decay, half)
         products = _pairs(rows, columns)
         to_erase, to_attend = products[..., :half, :], products[..., half:, :]
@@ -150,9 +187,8 @@ def _products_fwd(q, k, g):
         else:
             erase, attend = _grow(erase, to_erase), _grow(attend, to_attend)
         half *= 2
-    from_start, to_end = jnp.exp(prefix), jnp.exp(suffix)
-    results = erase[..., 0, :, :], attend[..., 0, :, :], from_start, to_end, from_start[..., -1, :]
-    return results, (q, k, decays, from_start, to_end)
+    results = erase[..., 0, :, :], attend[..., 0, :, :], prefix, suffix, prefix[..., -1, :]
+    return results, (q, k, decays, prefix, suffix)
 
 
 def _products_bwd(residuals, cotangents):

@@ -43,9 +43,10 @@ def _slopes_on_cpu(equation, x, weight, slope):
     operands, result = equation.split("->")
     left, right = operands.split(",")
     # Without the barriers XLA's CPU compiler makes the gradient of the weight a product of two transposed operands,
-    # which its fast kernels do not take: three times the time of this one.
-    x, beside = jax.lax.optimization_barrier((x, slope))
-    d_weight = jax.lax.optimization_barrier(jnp.einsum(f"{left},{result}->{right}", x, beside))
+    # which its fast kernels do not take: three times the time of this one. One barrier for each operand: products of
+    # one `x` with several weights share its transposed copy.
+    d_weight = jnp.einsum(f"{left},{result}->{right}", *map(jax.lax.optimization_barrier, (x, slope)))
+    d_weight = jax.lax.optimization_barrier(d_weight)
     return jnp.einsum(f"{result},{right}->{left}", slope, weight), d_weight
 
 

@@ -1,4 +1,4 @@
-"""Values that the TPU compiler makes once.
+"""Values that a compiler makes once.
 
 Left alone it makes a cheap value again in the fusion of every user, and reads all that the value is made of each time.
 """
@@ -21,6 +21,11 @@ def made_once(x: T) -> T:
 def slope_made_once(x: T) -> T:
     """`x`; on TPUs its slope, the sum over all users of `x`, is made before its first user."""
     return x
+
+
+def made_once_on_cpu(x: T) -> T:
+    """`x`; on CPUs it is made before its first user."""
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def _barrier_on_tpu(x: T) -> T:

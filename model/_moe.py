@@ -4,14 +4,16 @@ Nothing is dropped, unless a mesh with an expert axis is given a buffer that is 
 """
 
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from ._config import MoeConfig
 from ._constants import LayerConstants
+from ._expert_blocks import Matrices, blocked_experts, blocked_experts_backward
 from ._expert_exchange import ExchangeWork
 from ._ffn import SwiGlu, init_swiglu, swiglu
 from ._grouped import grouped_matmul
@@ -86,20 +88,94 @@ def run_experts(
     mesh = None if parallel is None or parallel.expert_axis is None else parallel
     num_local, num_chosen = experts.gate.shape[0], chosen.shape[1]
     num_experts = num_local * (1 if mesh is None else mesh.size(mesh.expert_axis))
-    flat = jnp.reshape(chosen, chosen.size)
+    flat, weights = jnp.reshape(chosen, chosen.size), jnp.reshape(weights, chosen.size)
     order = jnp.argsort(flat, stable=True)
-    inverse = jnp.argsort(order)
-    copies = Copies(
-        rows=_spread(tokens, order, inverse, num_chosen),
-        weights=jnp.reshape(weights, chosen.size)[order],
-        experts=flat[order],
-        group_sizes=jnp.bincount(flat, length=num_experts).astype(jnp.int32),
-    )
+    order = _Order(order, jnp.argsort(order), jnp.bincount(flat, length=num_experts).astype(jnp.int32))
     if mesh is None:
-        done, overflow = expert_products(experts, *copies[:2], copies.group_sizes, limit), None
-    else:
-        done, overflow = _exchange(experts, copies, limit, mesh, num_chosen)
-    return _collect(done, order, inverse, num_chosen), overflow
+        # A caller that does not name its devices may be on a CPU.
+        on_cpu = parallel is None or parallel.platform == "cpu"
+        run = _run_on_cpu if on_cpu else _run_in_groups
+        return run(num_chosen, experts, limit, tokens, weights, order), None
+    copies = Copies(
+        rows=_spread(tokens, order.order, order.inverse, num_chosen),
+        weights=weights[order.order],
+        experts=flat[order.order],
+        group_sizes=order.group_sizes,
+    )
+    done, overflow = _exchange(experts, copies, limit, mesh, num_chosen)
+    return _collect(done, order.order, order.inverse, num_chosen), overflow
+
+
+class _Order(NamedTuple):
+    """Copies sorted by expert.
+
+    Attributes:
+        order: Which copy comes where.
+        inverse: Where each copy went.
+        group_sizes: Copies for each expert.
+    """
+
+    order: Int[Array, " N"]
+    inverse: Int[Array, " N"]
+    group_sizes: Int[Array, " E"]
+
+
+def _run_in_groups(
+    num_chosen: int, experts: Experts, limit: Array | None, tokens: Array, weights: Array, order: _Order
+) -> Float[Array, "T D"]:
+    """`run_experts` of experts that are all here."""
+    rows = _spread(tokens, order.order, order.inverse, num_chosen)
+    done = expert_products(experts, rows, weights[order.order], order.group_sizes, limit)
+    return _collect(done, order.order, order.inverse, num_chosen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_on_cpu(
+    num_chosen: int, experts: Experts, limit: Array | None, tokens: Array, weights: Array, order: _Order
+) -> Float[Array, "T D"]:
+    """`_run_in_groups` by blocks where the program is lowered for a CPU; only the arguments are kept."""
+    arguments = (experts, limit, tokens, weights, order)
+    cpu, default = (functools.partial(form, num_chosen) for form in (_run_in_blocks, _run_in_groups))
+    return jax.lax.platform_dependent(*arguments, cpu=cpu, default=default)
+
+
+def _run_on_cpu_backward(num_chosen, arguments, slopes):
+    cpu, default = (functools.partial(form, num_chosen) for form in (_block_slopes, _group_slopes))
+    d_experts, d_tokens, d_weights = jax.lax.platform_dependent(*arguments, slopes, cpu=cpu, default=default)
+    return d_experts, None, d_tokens, d_weights, None
+
+
+_run_on_cpu.defvjp(
+    lambda num_chosen, *arguments: (_run_on_cpu(num_chosen, *arguments), arguments), _run_on_cpu_backward
+)
+
+
+def _run_in_blocks(num_chosen, experts, limit, tokens, weights, order):
+    matrices = _cast(experts, tokens.dtype)
+    source = order.order // num_chosen
+    rows = blocked_experts(matrices, limit, tokens, weights[order.order], source, order.group_sizes)
+    return _collect(rows, order.order, order.inverse, num_chosen)
+
+
+def _block_slopes(num_chosen, experts, limit, tokens, weights, order, slopes):
+    matrices = _cast(experts, tokens.dtype)
+    source = order.order // num_chosen
+    d_matrices, d_rows, d_weights = blocked_experts_backward(
+        matrices, limit, tokens, weights[order.order], source, order.group_sizes, slopes
+    )
+    d_experts = jax.tree.map(lambda d, x: d.astype(x.dtype), Experts(*d_matrices), experts)
+    return d_experts, _collect(d_rows, order.order, order.inverse, num_chosen), d_weights[order.inverse]
+
+
+def _group_slopes(num_chosen, experts, limit, tokens, weights, order, slopes):
+    def run(experts, tokens, weights):
+        return _run_in_groups(num_chosen, experts, limit, tokens, weights, order)
+
+    return jax.vjp(run, experts, tokens, weights)[1](slopes)
+
+
+def _cast(experts: Experts, dtype: DTypeLike) -> Matrices:
+    return experts.gate.astype(dtype), experts.up.astype(dtype), experts.down.astype(dtype)
 
 
 def expert_products(
@@ -110,11 +186,9 @@ def expert_products(
     limit: Float[Array, ""] | None,
 ) -> Float[Array, "N D"]:
     """Rows sorted by expert through their expert, times their weight; rows beyond the groups come out undefined."""
-    dtype = x.dtype
-    gate = grouped_matmul(x, experts.gate.astype(dtype), group_sizes)
-    up = grouped_matmul(x, experts.up.astype(dtype), group_sizes)
-    hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(dtype)
-    return grouped_matmul(hidden, experts.down.astype(dtype), group_sizes)
+    gate, up, down = _cast(experts, x.dtype)
+    hidden = swiglu(grouped_matmul(x, gate, group_sizes), grouped_matmul(x, up, group_sizes), limit)
+    return grouped_matmul((hidden * weights[:, None]).astype(x.dtype), down, group_sizes)
 
 
 def _exchange(
@@ -156,9 +230,9 @@ def _spread(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _collect(
-    rows: Float[Array, "N D"], order: Int[Array, " N"], inverse: Int[Array, " N"], num_copies: int
+    rows: Float[Array, "M D"], order: Int[Array, " N"], inverse: Int[Array, " N"], num_copies: int
 ) -> Float[Array, "T D"]:
-    """The sum of every token's copies."""
+    """The sum of every token's copies. Rows after the N copies do not count, and are not for `_collect`'s gradient."""
     # Copies first: with the copies of a token side by side a TPU pads them to whole tiles, and moves all to do so.
     return jnp.sum(rows[jnp.reshape(inverse, (-1, num_copies)).T], axis=0)
 
