@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 VERSION = "0.2.5"
 ENVIRONMENT = f"""\
@@ -78,14 +79,36 @@ ON_CPU = (
     "jax_cache_dir=",
 )
 
-# Compiled ahead of time: our topology, MaxText's name for it (chips times cores), settings.
+
+class CompiledCase(NamedTuple):
+    """A step compiled ahead of time by both sides.
+
+    Attributes:
+        topology: Of the chips.
+        their_topology: MaxText's name for it, which counts cores.
+        settings: Of MaxText.
+        config: Our configuration, a file of `CONFIGS` without its ending.
+        changes: Settings of ours that differ from the file.
+    """
+
+    topology: str
+    their_topology: str
+    settings: tuple[str, ...]
+    config: str
+    changes: tuple[str, ...] = ()
+
+
+_LLAMA = ("model_name=llama3-8b", "max_target_length=8192")
+
 COMPILED = {
-    "llama3-8b": (
-        "v5p:2x2x1",
-        "v5p-8",
-        ("model_name=llama3-8b", "max_target_length=8192", "per_device_batch_size=1"),
+    "llama3-8b": CompiledCase("v5p:2x2x1", "v5p-8", (*_LLAMA, "per_device_batch_size=1"), "llama3-8b"),
+    "llama3-8b-4-rows": CompiledCase(
+        "v5p:2x2x1", "v5p-8", (*_LLAMA, "per_device_batch_size=4"), "llama3-8b", ("batch.num_rows=16",)
     ),
-    "deepseek2-16b-mtp": (
+    "llama3-8b-32-chips": CompiledCase(
+        "v5p:2x4x4", "v5p-64", (*_LLAMA, "per_device_batch_size=2"), "llama3-8b", ("batch.num_rows=64",)
+    ),
+    "deepseek2-16b-mtp": CompiledCase(
         "v5p:4x4x4",
         "v5p-128",
         (
@@ -94,6 +117,7 @@ COMPILED = {
             "per_device_batch_size=4",
             "mtp_num_layers=1",
         ),
+        "deepseek2-16b-mtp",
     ),
 }
 

@@ -2,9 +2,10 @@
 
     python -m bench.aot_vs_maxtext --maxtext-python PYTHON --case llama3-8b --json OUT --csv OUT
 
-Cases: `llama3-8b` (dense, 8192 positions, 1 row a device, v5p:2x2x1) and `deepseek2-16b-mtp` (MoE, MLA, one MTP depth,
-4096 positions, 4 rows a device, v5p:4x4x4). No chip is needed; the tpu extra is. Each side compiles in a process of its
-own, one after the other; the deepseek case takes minutes of CPU a side.
+Cases: `llama3-8b` (dense, 8192 positions, 1 row a device, v5p:2x2x1), the same with 4 rows (`llama3-8b-4-rows`) and
+with 2 rows on v5p:2x4x4 (`llama3-8b-32-chips`), and `deepseek2-16b-mtp` (MoE, MLA, one MTP depth, 4096 positions,
+4 rows a device, v5p:4x4x4). No chip is needed; the tpu extra is. Each side compiles in a process of its own, one after
+the other; the deepseek case takes minutes of CPU a side.
 
 Both programs are counted by the same code, `train._hlo_count`: loops by their trips, kernels by formula, everything for
 one device and one step. Memory is the larger of the compiler's peak and of arguments + results + temporaries, plus
@@ -38,7 +39,7 @@ def main() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     cases: list[dict[str, Any]] = []
     for name in options.case:
-        case: dict[str, Any] = {"case": name, "topology": COMPILED[name][0]}
+        case: dict[str, Any] = {"case": name, "topology": COMPILED[name].topology}
         cases.append(case)
         for side in options.sides:
             changes = options.ours if side == "ours" else options.set
@@ -51,14 +52,15 @@ def main() -> None:
 
 def compile_side(name: str, side: str, python: str, changes: Sequence[str]) -> dict[str, Any]:
     """What one side's program costs; `{"failure": words}` when it did not compile."""
-    _, their_topology, settings = COMPILED[name]
+    settings = COMPILED[name].settings
     with tempfile.TemporaryDirectory(prefix="aot_vs_maxtext_") as folder:
         if side == "ours":
             command = [sys.executable, "-m", "bench.aot_vs_maxtext", "--case", name, "--ours-into", folder]
             command += [f"--ours={change}" for change in changes]
         else:
             child = str(pathlib.Path(__file__).with_name("maxtext_aot.py"))
-            command = [python, "-P", child, folder, their_topology, *replace_settings(settings, changes)]
+            command = [python, "-P", child, folder, COMPILED[name].their_topology]
+            command += replace_settings(settings, changes)
         # A warm compilation cache would hide the compiler's work.
         environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -80,8 +82,9 @@ def compile_ours(name: str, folder: pathlib.Path, changes: Sequence[str]) -> Non
     from train._aot_report import num_parameters
     from train._config_load import load_config
 
-    config = load_config(CONFIGS / f"{name}.yaml", list(changes))
-    step = compile_step(config, topology_devices(COMPILED[name][0]))
+    case = COMPILED[name]
+    config = load_config(CONFIGS / f"{case.config}.yaml", [*case.changes, *changes])
+    step = compile_step(config, topology_devices(case.topology))
     if step.compiled is None:
         sys.exit(step.failure)
     memory = step.compiled.memory_analysis()

@@ -1,6 +1,7 @@
 """The comparison with MaxText, as far as it needs no MaxText: protocol, ratios, refusals, equal works."""
 
 import json
+import math
 
 import pytest
 
@@ -122,8 +123,12 @@ def test_works_have_as_many_parameters_as_in_maxtext(work):
 
 @pytest.mark.parametrize("name", sorted(_maxtext_works.COMPILED))
 def test_compiled_cases_have_configs(name):
-    config = load_config(_maxtext_works.CONFIGS / f"{name}.yaml", [])
-    settings = dict(s.split("=") for s in _maxtext_works.COMPILED[name][2])
+    case = _maxtext_works.COMPILED[name]
+    config = load_config(_maxtext_works.CONFIGS / f"{case.config}.yaml", case.changes)
+    settings = dict(s.split("=") for s in case.settings)
+    num_devices = math.prod(int(size) for size in case.topology.split(":")[1].split("x"))
+    assert case.their_topology == f"v5p-{2 * num_devices}"
+    assert config.batch.num_rows == num_devices * int(settings["per_device_batch_size"])
     assert config.batch.num_positions == int(settings["max_target_length"])
     assert config.model.num_mtp_layers == int(settings.get("mtp_num_layers", 0))
 
