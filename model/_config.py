@@ -14,6 +14,7 @@ from ._layer_config import YarnConfig as YarnConfig
 from ._layer_config import check_positive
 from ._layer_plan import FfnKind, MixerKind, StackPlan, plan_stack
 from ._layer_plan import LayerPlan as LayerPlan
+from ._quantized import Quantization, has_qwix
 
 Dtype = Literal["bfloat16", "float32", "float64"]
 Remat = Literal["none", "dots", "block", "offload"]
@@ -44,6 +45,8 @@ class ModelConfig:
         dtype: Compute dtype; parameters stay as they were made (float32).
         remat: What the backward pass keeps of a layer: "none" keeps all, "dots" the matrix products,
             "block" only the layer's input, "offload" the matrix products in host memory.
+        quantization: "int8" or "fp8" runs the layers' matrix products in 8 bits, forward and to the gradient of their
+            input, by qwix (the extra `quantize`); `model._quantized` says what stays. None for the compute dtype.
         record_max_logits: Return each head's largest attention logit, for QK-clip.
         layer_types: Explicit mixer of every layer; None derives it from `layer_group_size`.
         ffn_types: Explicit feed-forward of every layer; None derives it from `first_k_dense_replace`.
@@ -67,6 +70,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     dtype: Dtype = "bfloat16"
     remat: Remat = "none"
+    quantization: Quantization | None = None
     record_max_logits: bool = False
     layer_types: tuple[MixerKind, ...] | None = None
     ffn_types: tuple[FfnKind, ...] | None = None
@@ -86,6 +90,11 @@ class ModelConfig:
                     f"ModelConfig.{name} must name num_layers={self.num_layers} layers, got {len(kinds)}; use null to "
                     "derive them"
                 )
+        if self.quantization is not None and not has_qwix():
+            raise ValueError(
+                f"ModelConfig.quantization={self.quantization} needs qwix, which is not installed; install the extra "
+                "(pip install 'eqx-loss[quantize]'), or use null"
+            )
         self._check_parts()
 
     def _check_parts(self) -> None:

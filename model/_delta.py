@@ -51,7 +51,7 @@ class Kda(eqx.Module):
             )
             for y, weight in zip(raw, (own_heads(weight, rows) for weight in self.conv_weights))
         )
-        forget = to_heads(project("bsd,dhk->bshk", x, self.forget), rows)
+        forget = to_heads(project("bsd,dhk->bshk", x, self.forget, is_gate=True), rows)
         strength = to_heads(self.write_strength(x), rows)
         gate = jax.tree.map(lambda weight: own_heads(weight, rows), self.decay_gate)
         heads, _ = kda_gated_chunked(q, k, v, forget, strength, gate, segment_ids=segment_ids)
@@ -84,11 +84,11 @@ class Kda(eqx.Module):
 
     def log_decay(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H K"]:
         """Log of each channel's decay, nats, at most 0, in at least float32."""
-        return self.decay_gate(project("bsd,dhk->bshk", x, self.forget))
+        return self.decay_gate(project("bsd,dhk->bshk", x, self.forget, is_gate=True))
 
     def write_strength(self, x: Float[Array, "B S D"]) -> Float[Array, "B S H"]:
         """Beta in (0, 1), in at least float32."""
-        return jax.nn.sigmoid(widen(project("bsd,dh->bsh", x, self.beta)))
+        return jax.nn.sigmoid(widen(project("bsd,dh->bsh", x, self.beta, is_gate=True)))
 
     def project_out(self, heads: Float[Array, "B S H K"], x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Norm every head, gate every channel by `sigmoid(x @ gate)`, mix the heads."""

@@ -1,9 +1,13 @@
 """Matrix products of sorted rows with one matrix per group, at about the cost of the useful products."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from ._quantized import Quantization, quantized_ragged_dot
 
 _MAX_BLOCK = 256
 _MIN_BLOCK = 8
@@ -32,6 +36,32 @@ def _grouped_backward(residuals, cotangent):
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def quantized_grouped_matmul(
+    quantization: Quantization,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "T F"]:
+    """`grouped_matmul` of 8-bit numbers, by `ragged_dot` on every platform; the gradient of the matrices is that of
+    `grouped_matmul`."""
+    return quantized_ragged_dot(x, weight, group_sizes, quantization)
+
+
+def _quantized_forward(quantization, x, weight, group_sizes):
+    return quantized_ragged_dot(x, weight, group_sizes, quantization), (x, weight, group_sizes)
+
+
+def _quantized_backward(quantization, residuals, cotangent):
+    _, weight, group_sizes = residuals
+    transposed = jnp.swapaxes(weight, 1, 2)
+    dx = quantized_ragged_dot(cotangent, transposed, group_sizes, quantization, is_gradient=True)
+    return dx, _grouped_backward(residuals, cotangent)[1], None
+
+
+quantized_grouped_matmul.defvjp(_quantized_forward, _quantized_backward)
 
 
 def ragged_matmul(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kda_documents import vary_together
+from ._quantized import Quantization, current_quantization, quantized_einsum
 from ._random import normal
 
 
@@ -15,23 +16,39 @@ def init_normal(shape: tuple[int, ...], std: float, *, key: PRNGKeyArray) -> Flo
     return std * normal(key, shape)
 
 
-def project(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`einsum(equation, x, weight)` in `x`'s dtype; the weight is cast where it is used."""
-    return _product(equation, *vary_together((x, weight.astype(x.dtype))))
+def project(
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], *, is_gate: bool = False
+) -> Float[Array, "..."]:
+    """`einsum(equation, x, weight)` in `x`'s dtype; the weight is cast where it is used.
+
+    In 8 bits where the layer is quantized, but for gates (`is_gate`), which are small and go into exponentials.
+    """
+    quantization = None if is_gate else current_quantization()
+    return _product(equation, quantization, *vary_together((x, weight.astype(x.dtype))))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    equation: str, quantization: Quantization | None, x: Float[Array, "..."], weight: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    if quantization is not None:
+        return quantized_einsum(equation, x, weight, quantization)
     return jnp.einsum(equation, x, weight)
 
 
-def _product_forward(equation, x, weight):
-    return jnp.einsum(equation, x, weight), (x, weight)
+def _product_forward(equation, quantization, x, weight):
+    return _product(equation, quantization, x, weight), (x, weight)
 
 
-def _product_backward(equation, residuals, slope):
+def _product_backward(equation, quantization, residuals, slope):
     cpu, default = (functools.partial(form, equation) for form in (_slopes_on_cpu, _slopes))
-    return jax.lax.platform_dependent(*residuals, slope, cpu=cpu, default=default)
+    d_x, d_weight = jax.lax.platform_dependent(*residuals, slope, cpu=cpu, default=default)
+    if quantization is not None:
+        operands, result = equation.split("->")
+        left, right = operands.split(",")
+        back = f"{result},{right}->{left}"
+        d_x = quantized_einsum(back, slope, residuals[1], quantization, is_gradient=True)
+    return d_x, d_weight
 
 
 def _slopes(equation, x, weight, slope):

@@ -94,7 +94,7 @@ class Mla(eqx.Module):
     def project_out(self, heads: Float[Array, "B S H U"], x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Gate each head by `sigmoid(x @ gate)` (in at least float32), then mix the heads."""
         if self.gate is not None:
-            gate = jax.nn.sigmoid(widen(project("bsd,dh->bsh", x, self.gate)))
+            gate = jax.nn.sigmoid(widen(project("bsd,dh->bsh", x, self.gate, is_gate=True)))
             heads = (widen(heads) * gate[..., None]).astype(x.dtype)
         return project("bshu,hud->bsd", heads, self.out)
 

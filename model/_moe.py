@@ -16,12 +16,13 @@ from ._constants import LayerConstants
 from ._expert_blocks import Matrices, blocked_experts, blocked_experts_backward
 from ._expert_exchange import ExchangeWork
 from ._ffn import SwiGlu, init_swiglu, swiglu
-from ._grouped import grouped_matmul
+from ._grouped import grouped_matmul, quantized_grouped_matmul
 from ._linear import init_normal
 from ._parallel import Parallel
 from ._parallel_experts import Copies, run_across
 from ._parallel_visits import run_visited
 from ._param import matrix
+from ._quantized import current_quantization, with_quantization
 from ._router import Router, RouterFacts, init_router, router_facts
 from ._rows import Rows
 
@@ -93,8 +94,8 @@ def run_experts(
     order = _Order(order, jnp.argsort(order), jnp.bincount(flat, length=num_experts).astype(jnp.int32))
     if mesh is None:
         # A caller that does not name its devices may be on a CPU.
-        on_cpu = parallel is None or parallel.platform == "cpu"
-        run = _run_on_cpu if on_cpu else _run_in_groups
+        in_blocks = (parallel is None or parallel.platform == "cpu") and current_quantization() is None
+        run = _run_on_cpu if in_blocks else _run_in_groups
         return run(num_chosen, experts, limit, tokens, weights, order), None
     copies = Copies(
         rows=_spread(tokens, order.order, order.inverse, num_chosen),
@@ -187,8 +188,11 @@ def expert_products(
 ) -> Float[Array, "N D"]:
     """Rows sorted by expert through their expert, times their weight; rows beyond the groups come out undefined."""
     gate, up, down = _cast(experts, x.dtype)
-    hidden = swiglu(grouped_matmul(x, gate, group_sizes), grouped_matmul(x, up, group_sizes), limit)
-    return grouped_matmul((hidden * weights[:, None]).astype(x.dtype), down, group_sizes)
+    multiply, quantization = grouped_matmul, current_quantization()
+    if quantization is not None:
+        multiply = functools.partial(quantized_grouped_matmul, quantization)
+    hidden = swiglu(multiply(x, gate, group_sizes), multiply(x, up, group_sizes), limit)
+    return multiply((hidden * weights[:, None]).astype(x.dtype), down, group_sizes)
 
 
 def _exchange(
@@ -208,7 +212,8 @@ def _exchange(
         reduce_bytes=jnp.dtype(mesh.reduce_dtype).itemsize,
     )
     if work.choose(mesh.exchange) == "weights":
-        return run_visited(expert_products, mesh, experts, *copies[:2], copies.group_sizes, limit), None
+        quantized = with_quantization(expert_products, current_quantization())
+        return run_visited(quantized, mesh, experts, *copies[:2], copies.group_sizes, limit), None
 
     def products(x: Array, weights: Array, group_sizes: Array) -> Array:
         return expert_products(experts, x, weights, group_sizes, limit)

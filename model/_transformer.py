@@ -21,6 +21,7 @@ from ._output import ModelOutput, stack_facts, without_details
 from ._parallel import Parallel, keep_cut, looked_up, whole_field
 from ._parallel_positions import with_following
 from ._param import param
+from ._quantized import with_quantization
 from ._rows import Rows, make_rows
 from ._stack import in_layer_order, run_layers
 
@@ -112,7 +113,8 @@ class Transformer(eqx.Module):
             x: Array, rows: Rows, given: tuple[Block, LayerConstants], is_scanned: bool = True
         ) -> tuple[Array, tuple]:
             block, constants = given
-            run = _rematerialize(config.remat, rows.parallel, is_scanned)
+            call = with_quantization(Block.__call__, config.quantization)
+            run = _checkpoint_policy(config.remat, rows.parallel, is_scanned)(call)
             y, facts = run(block, x, rows, constants)
             return y, (keep(facts), x if keep.hidden_states else None)
 
@@ -125,6 +127,7 @@ class Transformer(eqx.Module):
         self, hidden: Float[Array, "B S D"], tokens: Int[Array, "B S"], rows: Rows, keep: "_Keep"
     ) -> tuple[Float[Array, "M B S D"], list[BlockFacts]]:
         checkpointed = _checkpoint_policy(self.config.remat, rows.parallel, is_scanned=False)
+        call = with_quantization(MtpBlock.__call__, self.config.quantization)
         outputs, facts = [], []
         for depth, block in enumerate(self.mtp, start=1):
             ahead = tokens_ahead(
@@ -133,7 +136,7 @@ class Transformer(eqx.Module):
                 depth,
             )[:, : tokens.shape[1]]
             embedded = self.embed_tokens(ahead, rows.axes, rows.parallel)
-            hidden, fact = checkpointed(MtpBlock.__call__)(block, embedded, hidden, rows)
+            hidden, fact = checkpointed(call)(block, embedded, hidden, rows)
             outputs.append(hidden)
             facts.append(keep(fact))
         stacked = jnp.stack(outputs) if outputs else jnp.zeros((0, *hidden.shape), hidden.dtype)
@@ -169,11 +172,6 @@ def _checkpoint_policy(
         case "offload":
             policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
             return lambda f: jax.checkpoint(f, policy=policy)
-
-
-def _rematerialize(remat: Remat, parallel: Parallel | None, is_scanned: bool) -> Callable:
-    """A block's call under the policy of `remat`."""
-    return _checkpoint_policy(remat, parallel, is_scanned)(Block.__call__)
 
 
 def init_model(config: ModelConfig, *, key: PRNGKeyArray) -> Transformer:
