@@ -8,7 +8,7 @@ with 2 rows on v5p:2x4x4 (`llama3-8b-32-chips`), and `deepseek2-16b-mtp` (MoE, M
 the other; the deepseek case takes minutes of CPU a side.
 
 Both programs are counted by the same code, `train._hlo_count`: loops by their trips, kernels by formula, everything for
-one device and one step. Memory is the larger of the compiler's peak and of arguments + results + temporaries, plus
+one device and one step. Memory is the compiler's peak (arguments + results + temporaries where it says none), plus
 code. MaxText runs with its default flags; add others with --set.
 """
 
@@ -137,14 +137,15 @@ def cost_of(text: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_bytes(memory: dict[str, int]) -> int:
-    """Bytes that a program needs on a device, by the compiler's account."""
-    live = (
+    """Bytes that a program needs on a device: the compiler's peak, else all its arrays together; and code."""
+    together = (
         memory["argument_size_in_bytes"]
         + memory["output_size_in_bytes"]
         - memory["alias_size_in_bytes"]
         + memory["temp_size_in_bytes"]
     )
-    return max(live, memory["peak_memory_in_bytes"]) + memory["generated_code_size_in_bytes"]
+    # Arrays whose lives do not meet share memory: their sum says 40.5 GiB of MaxText's llama3-8b, the peak 36.8.
+    return (memory["peak_memory_in_bytes"] or together) + memory["generated_code_size_in_bytes"]
 
 
 def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:

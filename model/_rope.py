@@ -70,9 +70,9 @@ def _turned_by_shifts(interleaved, x, cos, sin):
     step = 1 if interleaved else x.shape[-1] // 2
     whole = [(0, 0, 0)] * (x.ndim - 1)
     after, before = (jax.lax.pad(y, zero, [*whole, (shift, -shift, 0)]) for shift in (-step, step))
-    none = jnp.zeros_like(sin)
-    turned = y * _joined(interleaved, cos, cos)
-    turned = turned + after * _joined(interleaved, -sin, none) + before * _joined(interleaved, none, sin)
+    is_first = np.arange(x.shape[-1]) // step % 2 == 0
+    partner = jnp.where(is_first, after, before)
+    turned = y * _joined(interleaved, cos, cos) + partner * _joined(interleaved, -sin, sin)
     return turned.astype(x.dtype)
 
 
