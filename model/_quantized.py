@@ -10,7 +10,7 @@ attention and recurrences.
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ def quantized_ragged_dot(
 
 
 @contextlib.contextmanager
-def _quantizing(quantization: Quantization) -> Iterator[None]:
+def _quantizing(quantization: Quantization) -> Generator[None]:
     token = _CURRENT.set(quantization)
     try:
         yield

@@ -1,5 +1,9 @@
 """Options of the XLA compiler that training programs are compiled with."""
 
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
 from jax.sharding import Mesh
 
 
@@ -12,3 +16,10 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
     if mesh.devices.flat[0].platform != "tpu":
         return {}
     return {"xla_tpu_enable_ragged_dot_kernel": True}
+
+
+def compiled_for(mesh: Mesh, function: Callable, **options: Any) -> Any:
+    """`eqx.filter_jit(function, **options)` with the compiler options of `mesh`."""
+    # Its type hints leave out what it hands on to `jax.jit`.
+    filter_jit: Any = eqx.filter_jit
+    return filter_jit(function, compiler_options=compiler_options(mesh), **options)

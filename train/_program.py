@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ._compiler import compiler_options
+from ._compiler import compiled_for
 from ._config import Config
 from ._data import (
     Dataset,
@@ -72,8 +72,7 @@ class Program:
         start = time.monotonic()
         if self._compiled is not None:
             return 0.0
-        options = compiler_options(self.mesh)
-        step: Any = eqx.filter_jit(self._train_step, donate="all-except-first", compiler_options=options)
+        step = compiled_for(self.mesh, self._train_step, donate="all-except-first")
         # Compiled once and called directly: filter_jit waits for the result at every call.
         self._compiled = step.lower(self._padding_batch(), state).compile()
         _return_freed_memory()
@@ -168,5 +167,5 @@ def make_program(
         mesh=mesh,
         optimizer=optimizer,
         _train_step=step,
-        _evaluate=eqx.filter_jit(make_evaluate(scored), compiler_options=compiler_options(mesh)),
+        _evaluate=compiled_for(mesh, make_evaluate(scored)),
     )
