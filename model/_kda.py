@@ -16,10 +16,9 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
 
 from ._kda_chunk import PRECISION, kda_chunk
 from ._kda_documents import number_documents, vary_together, zeros_beside
-from ._kda_scan import ChunkMask, Steps, scan_rows
+from ._kda_scan import ChunkMask, scan_rows
 
 CHUNK_SIZE = 64
-PART_SIZE = 32  # on CPUs, whose products of such blocks cost less than those of a whole chunk
 
 
 class DecayGate(eqx.Module):
@@ -131,7 +130,7 @@ def kda_chunked(
     documents = None if segment_ids is None else number_documents(segment_ids)
     rows, initial_state, documents = vary_together(((v, q, k, g, beta), initial_state, documents))
     state = _initial(initial_state, *rows)
-    return scan_rows(Steps(_plain_step, PART_SIZE), chunk_size, state, None, rows, documents)
+    return scan_rows(_plain_step, chunk_size, state, None, rows, documents)
 
 
 def kda_gated_chunked(
@@ -171,32 +170,28 @@ def kda_gated_chunked(
     documents = None if segment_ids is None else number_documents(segment_ids)
     rows, gate, initial_state, documents = vary_together(((v, q, k, f, beta), gate, initial_state, documents))
     state = _initial(initial_state, *rows)
-    return scan_rows(Steps(_gated_step, PART_SIZE), chunk_size, state, gate, rows, documents)
+    return scan_rows(_gated_step, chunk_size, state, gate, rows, documents)
 
 
 def _plain_step(
-    state: Array, params: None, rows: tuple[Array, ...], mask: ChunkMask | None, part_size: int | None = None
+    state: Array, params: None, rows: tuple[Array, ...], mask: ChunkMask | None
 ) -> tuple[Array, Array]:
     del params
     out_dtype = rows[0].dtype
     v, q, k, g, beta = _without_padding(rows, mask)
-    state, o = kda_chunk(state, q, k, v, g, beta, mask, part_size)
+    state, o = kda_chunk(state, q, k, v, g, beta, mask)
     return state, o.astype(out_dtype)
 
 
 def _gated_step(
-    state: Array,
-    gate: DecayGate,
-    rows: tuple[Array, ...],
-    mask: ChunkMask | None,
-    part_size: int | None = None,
+    state: Array, gate: DecayGate, rows: tuple[Array, ...], mask: ChunkMask | None
 ) -> tuple[Array, Array]:
     out_dtype = rows[0].dtype
     v, q, k, f, beta = _without_padding(tuple(x.astype(state.dtype) for x in rows), mask)
     # A padding position's log-decay is not 0 where f is.
     (g,) = _without_padding((gate(f),), mask)
     q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
-    state, o = kda_chunk(state, q, k, v, g, beta, mask, part_size)
+    state, o = kda_chunk(state, q, k, v, g, beta, mask)
     return state, o.astype(out_dtype)
 
 

@@ -35,7 +35,6 @@ def kda_chunk(
     g: Float[Array, "B X H K"],
     beta: Float[Array, "B X H"],
     mask: ChunkMask | None,
-    part_size: int | None = None,
 ) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
     """The state after a chunk and the chunk's output, in the state's dtype.
 
@@ -47,10 +46,7 @@ def kda_chunk(
         g: Log-decays, at most 0.
         beta: Write strengths.
         mask: Documents of the chunk, or None for one document without padding. At padding g and beta must be 0.
-        part_size: Positions of the parts that `mask` is of; None for the whole chunk at once.
     """
-    if part_size is not None:
-        return _kda_parts(state, q, k, v, g, beta, mask, part_size)
     q, k, v, g, beta = (jnp.moveaxis(x.astype(state.dtype), 2, 1) for x in (q, k, v, g, beta))
     erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
     keep = keep[..., None]
@@ -116,38 +112,6 @@ def invert_unit_lower(a: Float[Array, "*batch X X"]) -> Float[Array, "*batch X X
         inverse = _grow(inverse, -_matmul(right, _matmul(_blocks(a, half, 1), left)))
         half *= 2
     return inverse[..., 0, :, :]
-
-
-def _kda_parts(state, q, k, v, g, beta, masks, part_size):
-    """`kda_chunk` in parts, whose products that need no state are taken together.
-
-    With `(I + A) w = beta k e^G` for each part, `u = (I + A)^-1 beta v - w S`: only this and the next state are made
-    part after part.
-    """
-
-    def split(x: Array) -> Array:
-        x = jnp.moveaxis(x.astype(state.dtype), 2, 1)
-        return jnp.reshape(x, (*x.shape[:2], -1, part_size, *x.shape[3:]))
-
-    q, k, v, g, beta = (split(x) for x in (q, k, v, g, beta))
-    erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
-    keep = keep[..., None]
-    if masks is not None:
-        same = masks.same[:, None]
-        erase, attend = jnp.where(same, erase, 0), jnp.where(same, attend, 0)
-        from_start = jnp.where(masks.first[:, None, ..., None], from_start, 0)
-        to_end = jnp.where(masks.last[:, None, ..., None], to_end, 0)
-        keep = jnp.where(masks.kept[:, None, :, None, None], keep, 0)
-    beta, k_end = beta[..., None], k * to_end
-    solved = solve_unit_lower(beta * erase, beta * jnp.concatenate([v, k * from_start], axis=-1))
-    own, read = jnp.split(solved, [v.shape[-1]], axis=-1)
-    states, writes = [], []
-    for i in range(q.shape[2]):
-        states.append(state)
-        writes.append(own[:, :, i] - _matmul(read[:, :, i], state))
-        state = keep[:, :, i] * state + _product("bhxk,bhxu->bhku", k_end[:, :, i], writes[-1])
-    o = _matmul(q * from_start, jnp.stack(states, axis=2)) + _matmul(attend, jnp.stack(writes, axis=2))
-    return state, jnp.moveaxis(jnp.reshape(o, (*o.shape[:2], -1, o.shape[-1])), 1, 2)
 
 
 def _solve_fwd(a, b):

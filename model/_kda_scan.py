@@ -14,8 +14,6 @@ from ._kda_documents import Documents, zero_cotangent, zeros_beside
 class ChunkMask(NamedTuple):
     """Which positions of a chunk see each other and the state before it.
 
-    A chunk in parts has the parts as second axis of each field but `scored`; every part is then a chunk.
-
     Attributes:
         same: The two positions are of one document.
         first: The position is of the document that the state before the chunk belongs to.
@@ -32,34 +30,21 @@ class ChunkMask(NamedTuple):
 
 
 # (state, parameters, arrays [B, X, ...] of one chunk, mask) -> (state, output [B, X, H, U])
-Step = Callable[..., tuple[Array, Array]]
-
-
-class Steps(NamedTuple):
-    """What a chunk does.
-
-    Attributes:
-        step: A module-level function.
-        part_size: On CPUs `step` is called with this keyword and takes the chunk in parts of so many positions, a power
-            of two (one part where the chunk is shorter). None: as everywhere else.
-    """
-
-    step: Step
-    part_size: int | None = None
+Step = Callable[[Array, Any, tuple[Array, ...], ChunkMask | None], tuple[Array, Array]]
 
 
 def scan_rows(
-    steps: Steps,
+    step: Step,
     chunk_size: int,
     state: Float[Array, "B H K U"],
     params: Any,
     inputs: tuple[Array, ...],
     documents: Documents | None,
 ) -> tuple[Float[Array, "B S H U"], Float[Array, "B H K U"]]:
-    """`steps` applied to one chunk after another, and the last state, for rows of any length.
+    """`step` applied to one chunk after another, and the last state, for rows of any length.
 
     Args:
-        steps: What a chunk does.
+        step: What a chunk does; a module-level function.
         chunk_size: Positions of a chunk, a power of two.
         state: State before the first chunk.
         params: Arrays that every chunk sees whole.
@@ -82,59 +67,44 @@ def scan_rows(
         number = jnp.pad(documents.number, ((0, 0), (0, missing)), mode="edge")
         documents = Documents(number, jnp.pad(documents.scored, ((0, 0), (0, missing))))
         inputs = tuple(jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) for x in inputs)
-    output, state = _scan(steps, chunk_size, state, params, inputs, documents)
+    output, state = _scan(step, chunk_size, state, params, inputs, documents)
     return output[:, :length], state
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(steps, chunk_size, state, params, inputs, documents):
-    output, final, _ = _forward(steps, chunk_size, state, params, inputs, documents, keep_states=False)
+def _scan(step, chunk_size, state, params, inputs, documents):
+    output, final, _ = _forward(step, chunk_size, state, params, inputs, documents, keep_states=False)
     return output, final
 
 
-def _by_platform(run, steps, chunk_size, *arguments):
-    """`run(step, mask, chunk_size, *arguments)` with the step of the platform."""
-    whole = partial(run, steps.step, _mask, chunk_size)
-    if steps.part_size is None:
-        return whole(*arguments)
-    size = min(steps.part_size, chunk_size)
-    parts = partial(run, partial(steps.step, part_size=size), partial(_masks, part_size=size), chunk_size)
-    return jax.lax.platform_dependent(*arguments, cpu=parts, default=whole)
+def _forward(step, chunk_size, state, params, inputs, documents, *, keep_states):
+    def one(carry, index):
+        state, output = carry
+        chunk = tuple(_slice(x, index, chunk_size) for x in inputs)
+        after, y = step(state, params, chunk, _mask(documents, index, chunk_size))
+        return (after, _update(output, y, index)), state if keep_states else None
+
+    output = zeros_beside(inputs[0], inputs[0].shape, inputs[0].dtype)
+    indices = jnp.arange(inputs[0].shape[1] // chunk_size)
+    (final, output), states = jax.lax.scan(one, (state, output), indices)
+    return output, final, states
 
 
-def _forward(steps, chunk_size, state, params, inputs, documents, *, keep_states):
-    def run(step, mask, chunk_size, state, params, inputs, documents):
-        def one(carry, index):
-            state, output = carry
-            chunk = tuple(_slice(x, index, chunk_size) for x in inputs)
-            after, y = step(state, params, chunk, mask(documents, index, chunk_size))
-            return (after, _update(output, y, index)), state if keep_states else None
-
-        output = zeros_beside(inputs[0], inputs[0].shape, inputs[0].dtype)
-        indices = jnp.arange(inputs[0].shape[1] // chunk_size)
-        (final, output), states = jax.lax.scan(one, (state, output), indices)
-        return output, final, states
-
-    return _by_platform(run, steps, chunk_size, state, params, inputs, documents)
-
-
-def _scan_fwd(steps, chunk_size, state, params, inputs, documents):
-    output, final, states = _forward(steps, chunk_size, state, params, inputs, documents, keep_states=True)
+def _scan_fwd(step, chunk_size, state, params, inputs, documents):
+    output, final, states = _forward(step, chunk_size, state, params, inputs, documents, keep_states=True)
     return (output, final), (states, params, inputs, documents)
 
 
-def _scan_bwd(steps, chunk_size, residuals, cotangents):
-    d_state, d_params, d_inputs = _by_platform(_backward, steps, chunk_size, *residuals, *cotangents)
-    return d_state, d_params, d_inputs, jax.tree.map(zero_cotangent, residuals[3])
+def _scan_bwd(step, chunk_size, residuals, cotangents):
+    states, params, inputs, documents = residuals
+    d_output, d_final = cotangents
 
-
-def _backward(step, mask, chunk_size, states, params, inputs, documents, d_output, d_final):
     def one(carry, xs):
         d_state, d_params, d_inputs = carry
         index, state = xs
-        own_mask = mask(documents, index, chunk_size)
+        mask = _mask(documents, index, chunk_size)
         chunk = tuple(_slice(x, index, chunk_size) for x in inputs)
-        _, pull = jax.vjp(lambda s, p, x: step(s, p, x, own_mask), state, params, chunk)
+        _, pull = jax.vjp(lambda s, p, x: step(s, p, x, mask), state, params, chunk)
         d_state, d_p, d_chunk = pull((d_state, _slice(d_output, index, chunk_size)))
         d_params = jax.tree.map(jnp.add, d_params, d_p)
         d_inputs = tuple(_update(d, x, index) for d, x in zip(d_inputs, d_chunk))
@@ -143,7 +113,7 @@ def _backward(step, mask, chunk_size, states, params, inputs, documents, d_outpu
     zeros = jax.tree.map(lambda x: zeros_beside(x, x.shape, x.dtype), (params, inputs))
     indices = jnp.arange(states.shape[0])
     (d_state, d_params, d_inputs), _ = jax.lax.scan(one, (d_final, *zeros), (indices, states), reverse=True)
-    return d_state, d_params, d_inputs
+    return d_state, d_params, d_inputs, jax.tree.map(zero_cotangent, documents)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
@@ -158,28 +128,16 @@ def _update(x: Array, chunk: Array, index: Int[Array, ""]) -> Array:
 
 
 def _mask(documents: Documents | None, index: Int[Array, ""], chunk_size: int) -> ChunkMask | None:
-    masks = _masks(documents, index, chunk_size, part_size=chunk_size)
-    if masks is None:
-        return None
-    same, first, last, kept = (x[:, 0] for x in (masks.same, masks.first, masks.last, masks.kept))
-    return ChunkMask(same, first, last, kept, masks.scored)
-
-
-def _masks(
-    documents: Documents | None, index: Int[Array, ""], chunk_size: int, *, part_size: int
-) -> ChunkMask | None:
     if documents is None:
         return None
     number = _slice(documents.number, index, chunk_size)
-    number = jnp.reshape(number, (number.shape[0], -1, part_size))
     # Documents are numbered from 0, so the initial state's document is that of position 0.
     before = jnp.maximum(index * chunk_size - 1, 0)
-    before = jax.lax.dynamic_slice_in_dim(documents.number, before, 1, axis=1)
-    carried = jnp.concatenate([before, number[:, :-1, -1]], axis=1)
+    carried = jax.lax.dynamic_slice_in_dim(documents.number, before, 1, axis=1)
     return ChunkMask(
-        same=number[..., :, None] == number[..., None, :],
-        first=number == carried[..., None],
-        last=number == number[..., -1:],
-        kept=number[..., -1] == carried,
+        same=number[:, :, None] == number[:, None, :],
+        first=number == carried,
+        last=number == number[:, -1:],
+        kept=number[:, -1] == carried[:, 0],
         scored=_slice(documents.scored, index, chunk_size),
     )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from ._kda_chunk import PRECISION
 from ._kda_documents import number_documents, vary_together, zeros_beside
-from ._kda_scan import ChunkMask, Steps, scan_rows
+from ._kda_scan import ChunkMask, scan_rows
 
 CHUNK_SIZE = 64
 
@@ -103,7 +103,7 @@ def lightning_chunked(
     documents = number_documents(segment_ids)
     q, k, v, slope, initial_state, documents = vary_together((q, k, v, slope, initial_state, documents))
     state = _initial(q, k, v, slope, initial_state)
-    return scan_rows(Steps(_lightning_chunk), chunk_size, state, slope, (v, q, k), documents)
+    return scan_rows(_lightning_chunk, chunk_size, state, slope, (v, q, k), documents)
 
 
 def _lightning_chunk(
