@@ -5,7 +5,7 @@
 Forward plus backward of the same tiny Ling-3, same weights, float32, same tokens, both sides in turns so that a busy
 machine slows both. Our loss is the library's `linear_cross_entropy`, the reference's is its own. The reference is
 transformers' `BailingHybridForCausalLM` in a process of its own: PYTHON is an interpreter with torch and transformers
-5.24 (the `reference` extra); without it that number is null. tokamax (the `bench` extra, Python 3.12 or later) likewise.
+5.24 (the `reference` extra); without it that number is null. tokamax (the `bench` extra, Python 3.12 or later) too.
 """
 
 import argparse
