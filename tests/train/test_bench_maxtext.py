@@ -166,4 +166,4 @@ def test_both_sides_are_counted_from_the_text_of_their_program():
     facts = {"memory": dict.fromkeys(aot_vs_maxtext._MEMORY, 1), "mesh": {"fsdp": 4}}
     cost = aot_vs_maxtext.cost_of(PROGRAM, facts)
     assert cost["flops"] == 2 * 8 * 4 * 2
-    assert cost["memory_bytes"] == 3
+    assert cost["memory_bytes"] == 2
