@@ -78,8 +78,9 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():
     assert (np.diff(ratio) >= -1e-12).all()
 
 
-def test_layer_plan_of_the_sample_covers_prefix_groups_and_suffix():
-    """Guards the family tests: their Ling-3 has all three parts."""
+def test_layer_plan_of_the_sample_covers_groups_of_different_lengths():
+    """Guards the family tests: their Ling-3 has a kind that only the first group has, and two with uneven counts."""
     stack = samples.LING3.stack
-    assert str(stack) == "linear+dense, 2 x (full+moe, linear+moe), 2 full+moe"
+    assert str(stack) == "linear+dense, full+moe, linear+moe, full+moe, linear+moe, 2 full+moe"
+    assert stack.lengths == ((1, 1, 1), (0, 1, 1), (0, 2, 0))
     assert samples.LING3.layer_plan[-1] == LayerPlan(mixer="full", ffn="moe")
