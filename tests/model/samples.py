@@ -44,7 +44,7 @@ BASE = ModelConfig(
     mla=MLA,
     dtype="float32",
 )
-# One prefix layer group, two scanned groups, one layer left over; two MTP depths.
+# Three groups that differ in their numbers of layers, the last one incomplete; two MTP depths.
 LING3 = dataclasses.replace(
     BASE,
     num_layers=7,
