@@ -31,13 +31,18 @@ def project(
 def _product(
     equation: str, quantization: Quantization | None, x: Float[Array, "..."], weight: Float[Array, "..."]
 ) -> Float[Array, "..."]:
+    return _multiply(equation, quantization, x, weight)
+
+
+def _multiply(equation, quantization, x, weight):
     if quantization is not None:
         return quantized_einsum(equation, x, weight, quantization)
     return jnp.einsum(equation, x, weight)
 
 
 def _product_forward(equation, quantization, x, weight):
-    return _product(equation, quantization, x, weight), (x, weight)
+    # Not `_product`: a rematerialization policy would not see the product that it is to keep.
+    return _multiply(equation, quantization, x, weight), (x, weight)
 
 
 def _product_backward(equation, quantization, residuals, slope):
