@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,12 +58,16 @@ def test_greedy_continuation_is_that_of_transformers(model, prompt):
     assert _take(model, list(prompt), 20)[:, 0].tolist() == REFERENCE[prompt]
 
 
+@eqx.filter_jit
+def _logits(model, tokens):
+    return model(tokens).hidden @ model.unembed
+
+
 def test_greedy_continuation_is_the_argmax_of_the_whole_sequence(model):
     prompt = [3, 1, 4, 1, 5]
     new = _take(model, prompt, 6)[:, 0].tolist()
     tokens = jnp.asarray([prompt + new])
-    hidden = model(tokens).hidden
-    best = np.asarray(jnp.argmax(hidden @ model.unembed, axis=-1))[0]
+    best = np.asarray(jnp.argmax(_logits(model, tokens), axis=-1))[0]
     assert best[len(prompt) - 1 : -1].tolist() == new
 
 
@@ -70,7 +75,7 @@ def test_greedy_continuation_is_the_argmax_of_the_whole_sequence(model):
 def test_prompt_longer_than_a_piece_is_read_like_the_whole(model):
     prompt = np.random.default_rng(0).integers(0, 61, PIECE + 7).tolist()
     new = _take(model, prompt, 1)[0, 0]
-    assert new == int(jnp.argmax(model(jnp.asarray([prompt])).hidden[0, -1] @ model.unembed))
+    assert new == int(jnp.argmax(_logits(model, jnp.asarray([prompt]))[0, -1]))
 
 
 def test_samples_of_one_seed_repeat_and_differ_from_each_other(model):

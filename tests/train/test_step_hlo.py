@@ -1,6 +1,8 @@
 """What travels between devices, read from compiled programs: weights, experts and gradients."""
 
+import functools
 import importlib.util
+from collections import Counter
 
 import jax
 import pytest
@@ -69,13 +71,23 @@ def test_weights_are_gathered_layer_by_layer_inside_the_scan(gathered_weights):
     assert len(of_experts) - len(in_scan) in (3, 6)
 
 
-def num_sums(num_micro_steps: int, reduce_gradients: str, axis: str) -> int:
-    """Executions of sums over devices along `axis` in one step."""
+@functools.cache
+def sums_by_axis(num_micro_steps: int, reduce_gradients: str) -> Counter[str]:
+    """Executions of sums over devices in one step, by the mesh axes of each."""
     case = GradientCase(
         mesh_of(data=2, fsdp=2), num_micro_steps, config=StepConfig(reduce_gradients=reduce_gradients)
     )
     cost = count_program(parse_program(case.hlo), dict(case.mesh.shape))
-    return sum(use.count for use in cost.collectives if use.kind in SUMS and axis in use.axis)
+    counts: Counter[str] = Counter()
+    for use in cost.collectives:
+        counts[use.axis] += use.count * (use.kind in SUMS)
+    return counts
+
+
+def num_sums(num_micro_steps: int, reduce_gradients: str, axis: str) -> int:
+    """Executions of sums over devices along `axis` in one step."""
+    counts = sums_by_axis(num_micro_steps, reduce_gradients)
+    return sum(count for name, count in counts.items() if axis in name)
 
 
 def num_float_sums(program: Program) -> int:
