@@ -77,6 +77,7 @@ def _on_devices(params, part):
     return total(params, part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", [Granularity.TOKEN, Granularity.SAMPLE])
 @pytest.mark.parametrize("loss_fn", [weighted, jax.jit(weighted), _scanned])
 def test_weighted_loss_is_invariant(granularity, loss_fn):

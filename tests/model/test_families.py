@@ -61,6 +61,7 @@ def test_earlier_and_foreign_positions_get_no_gradient_from_a_position(model):
         assert (np.abs(per_position[seen]).max(-1) > 0).all()
 
 
+@pytest.mark.slow
 def test_mtp_depth_k_sees_tokens_of_its_document_up_to_k_ahead(model):
     if model.config.mtp is None:
         pytest.skip("the family's sample has no MTP")
@@ -85,6 +86,7 @@ def test_mtp_depth_k_sees_tokens_of_its_document_up_to_k_ahead(model):
             )
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_documents_alone(model):
     """Values of every position, gradients of every parameter, router counts and score sums."""
     segment_ids, positions = samples.packed(DOCUMENTS, ROW)

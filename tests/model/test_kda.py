@@ -130,6 +130,7 @@ def test_packed_gradients_equal_those_of_the_recurrence(x64):
     assert {name: rel(ours[name], plain[name]) < 1e-11 for name in NAMES} == dict.fromkeys(NAMES, True)
 
 
+@pytest.mark.slow
 def test_a_packed_row_equals_its_documents_alone_with_gradients(x64):
     lengths, total = (40, 70, 40), 150
     arrays = draw(8, total, batch=1)
@@ -156,6 +157,7 @@ def test_a_packed_row_equals_its_documents_alone_with_gradients(x64):
     assert rel(state, state_alone) < RTOL64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [kda_recurrent, kda_chunked])
 def test_padding_may_hold_anything_and_has_zero_gradient(function):
     ids = packed_ids()
@@ -190,6 +192,7 @@ def test_no_gradient_reaches_later_positions_or_other_documents():
     assert np.all(np.asarray(grads["initial_state"]) == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["hard", "bound", "none"])
 def test_float32_is_exact_to_rounding_for_any_gate(gate):
     arrays = draw(11, 200, dtype=np.float32, gate="hard", key_size=16)
@@ -259,6 +262,7 @@ def test_result_does_not_depend_on_the_chunk_size(x64, chunk_size):
     assert rel(state, expected_state) < RTOL64
 
 
+@pytest.mark.slow
 def test_bfloat16_rows_have_a_float32_state_and_bfloat16_output():
     arrays = draw(15, 65, dtype=np.float32)
     narrow = {n: jnp.asarray(x, jnp.bfloat16) if n in ("q", "k", "v") else x for n, x in arrays.items()}
@@ -311,6 +315,7 @@ def test_works_under_vmap_remat_and_scan(x64):
     assert {name: rel(mapped[name][1], one[name]) < RTOL64 for name in NAMES} == dict.fromkeys(NAMES, True)
 
 
+@pytest.mark.slow
 def test_rows_and_heads_can_be_sharded():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     arrays = draw(19, 200, heads=4, dtype=np.float32)
@@ -332,6 +337,7 @@ def test_rows_and_heads_can_be_sharded():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lower_bound", "packed"), [(-5.0, True), (None, False)])
 def test_gated_form_equals_normalization_and_gate_outside(x64, lower_bound, packed):
     arrays = draw(20, 200)

@@ -85,6 +85,7 @@ def split_lightning(arrays, ids):
     return run(*(arrays[n] for n in ("q", "k", "v", "slope", "initial_state")), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_kda_over_split_rows_equals_whole_rows_with_gradients(x64, packed):
     arrays = draw(21, 160)
@@ -114,6 +115,7 @@ def test_kda_over_split_rows_needs_no_ids_and_no_initial_state(x64):
     assert rel(state, state_plain) < RTOL64
 
 
+@pytest.mark.slow
 def test_lightning_over_split_rows_equals_whole_rows_with_gradients(x64):
     arrays = draw(23, 160)
     arrays = {n: arrays[n] for n in ("q", "k", "v", "initial_state")} | {"slope": np.array([0.4, 0.02])}

@@ -55,6 +55,7 @@ def _config(num_layers: int, size: int, dense: int) -> ModelConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "stack"), MODELS.values(), ids=MODELS)
 def test_stacked_layers_equal_the_layers_one_by_one(layers, stack, x64):
     config = _config(*layers)

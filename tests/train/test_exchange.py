@@ -59,6 +59,7 @@ def test_a_buffer_that_may_overflow_is_warned_of(tmp_path, overrides, words):
     assert all(word in warnings[0] for word in words)
 
 
+@pytest.mark.slow
 def test_the_configuration_gives_the_sizes_that_the_model_meets(monkeypatch, tmp_path):
     met = []
     monkeypatch.setattr(ExchangeWork, "choose", lambda work, _: met.append(work) or "tokens")

@@ -15,7 +15,6 @@ RTOL = 2e-5
 WEIGHTS = ExpertExchange(kind="weights")
 
 CASES = {
-    "fsdp 2": ({"fsdp": 2}, 1, StepConfig()),
     "data 2, 2 micro-steps": ({"data": 2}, 2, StepConfig()),
     "data 4 x fsdp 2, 2 micro-steps": ({"data": 4, "fsdp": 2}, 2, StepConfig()),
     "data 2 x fsdp 4, reduced every micro-step": (
