@@ -1,10 +1,11 @@
 """Matrix products of 8-bit numbers, by qwix (the extra `quantize`).
 
 A layer's products, forward and to the gradient of their input, run on numbers rounded to 8 bits: every token and every
-column of a weight has a scale of its own, the largest absolute value. The gradient of a weight is left in the compute
-dtype (SwitchBack, arXiv:2304.13013): it sums over tokens, so a scale would depend on how the batch is cut, and results
-must not. What is not quantized: embedding, output head, router, norms, convolutions, decay and step-size gates,
-attention and recurrences.
+column of a weight has a scale of its own, the largest absolute value.
+A row of zeros stays zero, one below about 1e-17 becomes zero, and what is not finite stays so in the product.
+The gradient of a weight is left in the compute dtype (SwitchBack, arXiv:2304.13013): it sums over tokens, so a scale
+would depend on how the batch is cut, and results must not. What is not quantized: embedding, output head, router,
+norms, convolutions, decay and step-size gates, attention and recurrences.
 """
 
 import contextlib

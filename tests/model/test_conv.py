@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from model._conv import causal_conv1d, causal_conv1d_after, last_inputs
+from model._conv import causal_conv1d, causal_conv1d_after, last_inputs, silu_conv1d
 from tests.oracles import kda as oracle
 
 
@@ -120,3 +120,15 @@ def test_ids_without_the_ids_of_the_past_are_refused():
     x, weight = (a.astype(jnp.float32) for a in draw(10, 4, 4))
     with pytest.raises(ValueError, match="segment_ids and past_ids must be given together"):
         causal_conv1d_after(x, weight, jnp.zeros((2, 3, 3)), jnp.ones((2, 4), int))
+
+
+def test_convolution_and_silu_equal_the_oracle_and_have_its_gradient(x64):
+    x, weight = draw(4, 20, 4)
+    ids = jnp.asarray(packed_ids())
+    plain = oracle.conv(x, weight)
+    np.testing.assert_allclose(silu_conv1d(x, weight), plain / (1 + np.exp(-plain)), rtol=1e-13, atol=1e-14)
+
+    def run(x, weight):
+        return silu_conv1d(jnp.asarray(x), jnp.asarray(weight), ids)
+
+    check_grads(run, (x, weight), order=1, modes=("rev",))
