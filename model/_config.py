@@ -11,7 +11,7 @@ from ._layer_config import MoeConfig as MoeConfig
 from ._layer_config import MtpConfig as MtpConfig
 from ._layer_config import RopeConfig as RopeConfig
 from ._layer_config import YarnConfig as YarnConfig
-from ._layer_config import check_positive
+from ._layer_config import check_not_negative, check_positive
 from ._layer_plan import FfnKind, MixerKind, StackPlan, plan_stack
 from ._layer_plan import LayerPlan as LayerPlan
 from ._quantized import Quantization, has_qwix
@@ -77,6 +77,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "hidden_size", "num_layers", "layer_group_size")
+        check_not_negative(self, "rms_norm_eps", "initializer_range")
         if self.first_k_dense_replace < 0:
             raise ValueError(
                 f"ModelConfig.first_k_dense_replace must be 0 or more, got {self.first_k_dense_replace}; use 0"

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from ._config import ModelConfig
 from ._layer_plan import AlikeLayers
 from ._lightning import lightning_slopes
+from ._precision import at_least_float32
 
 
 class LayerConstants(eqx.Module):
@@ -25,15 +26,15 @@ class LayerConstants(eqx.Module):
 
 
 def layer_constants(config: ModelConfig, layer: int) -> LayerConstants:
-    """Constants of main layer `layer`."""
-    moe, lightning = config.moe, config.lightning
+    """Constants of main layer `layer`, in at least float32: of a float64 model they are not rounded."""
+    moe, lightning, wide = config.moe, config.lightning, at_least_float32(config.dtype)
 
     def limit(limits: tuple[float, ...] | None) -> Float[Array, ""] | None:
-        return None if limits is None else jnp.asarray(limits[layer], dtype=jnp.float32)
+        return None if limits is None else jnp.asarray(limits[layer], dtype=wide)
 
     slopes = None
     if lightning is not None:
-        slopes = lightning_slopes(lightning.num_heads, layer=layer, num_layers=config.num_layers)
+        slopes = lightning_slopes(lightning.num_heads, layer=layer, num_layers=config.num_layers, dtype=wide)
     return LayerConstants(
         routed_limit=None if moe is None else limit(moe.expert_swiglu_limits),
         shared_limit=None if moe is None else limit(moe.shared_swiglu_limits),

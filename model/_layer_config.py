@@ -15,6 +15,16 @@ def check_positive(owner: object, *names: str) -> None:
             )
 
 
+def check_not_negative(owner: object, *names: str) -> None:
+    """Raise `ValueError` unless every named field of `owner` is finite and at least 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"{type(owner).__name__}.{name} must be finite and at least 0, got {value}; give such a number"
+            )
+
+
 def _check_even(owner: object, name: str) -> None:
     value = getattr(owner, name)
     if value % 2:
@@ -41,11 +51,11 @@ class YarnConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "original_max_positions")
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(
-                f"YarnConfig.factor must be at least 1, got {self.factor}; drop yarn to leave rope alone"
+                f"YarnConfig.factor must be at least 1 and finite, got {self.factor}; drop yarn to leave rope alone"
             )
-        if not self.beta_fast > self.beta_slow > 0:
+        if not math.inf > self.beta_fast > self.beta_slow > 0:
             raise ValueError(
                 f"YarnConfig needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}; swap them"
             )
@@ -64,8 +74,10 @@ class RopeConfig:
     yarn: YarnConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.theta <= 0:
-            raise ValueError(f"RopeConfig.theta must be positive, got {self.theta}; 10000 is usual")
+        if not 0 < self.theta < math.inf:
+            raise ValueError(
+                f"RopeConfig.theta must be positive and finite, got {self.theta}; 10000 is usual"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +113,7 @@ class MlaConfig:
         _check_even(self, "qk_rope_head_dim")
         if self.q_lora_rank is not None:
             check_positive(self, "q_lora_rank")
+        check_not_negative(self, "latent_norm_eps")
 
     @property
     def softmax_scale(self) -> float:
@@ -161,9 +174,9 @@ class KdaConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_heads", "head_dim", "conv_kernel_size")
-        if self.lower_bound is not None and self.lower_bound >= 0:
+        if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:
             raise ValueError(
-                f"KdaConfig.lower_bound must be negative (log of a decay), got {self.lower_bound}; use -5.0 or null"
+                f"KdaConfig.lower_bound must be negative and finite (log of a decay), got {self.lower_bound}; use -5.0"
             )
 
 
@@ -252,6 +265,7 @@ class MoeConfig:
                 f"MoeConfig.topk_routing_group must be in [1, num_routing_groups={self.num_routing_groups}], "
                 f"got {self.topk_routing_group}; lower it"
             )
+        check_not_negative(self, "routed_scaling_factor")
         reachable = self.num_experts // self.num_routing_groups * self.topk_routing_group
         if not 0 < self.num_experts_per_tok <= reachable:
             raise ValueError(

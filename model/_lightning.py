@@ -8,7 +8,8 @@ this, position by position: the oracle, and what decoding uses. `lightning_chunk
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._kda_chunk import PRECISION
 from ._kda_documents import number_documents, vary_together, zeros_beside
@@ -17,7 +18,9 @@ from ._kda_scan import ChunkMask, scan_rows
 CHUNK_SIZE = 64
 
 
-def lightning_slopes(num_heads: int, *, layer: int, num_layers: int) -> Float[Array, " H"]:
+def lightning_slopes(
+    num_heads: int, *, layer: int, num_layers: int, dtype: DTypeLike = jnp.float32
+) -> Float[Array, " H"]:
     """Decay rate of each head of layer `layer` (from 0) of `num_layers`, nats per token.
 
     ALiBi slopes `2^(-8 h / H)`, h = 1 .. H, times `1 - (layer - 1) / (num_layers - 1) + 1e-5`: deeper layers forget
@@ -32,7 +35,8 @@ def lightning_slopes(num_heads: int, *, layer: int, num_layers: int) -> Float[Ar
         lower = 1 << (count.bit_length() - 1)
         return slopes(lower) + slopes(2 * lower)[0::2][: count - lower]
 
-    return jnp.asarray(slopes(num_heads), jnp.float32) * (1 - (layer - 1) / max(num_layers - 1, 1) + 1e-5)
+    scale = 1 - (layer - 1) / max(num_layers - 1, 1) + 1e-5
+    return jnp.asarray(np.asarray(slopes(num_heads)) * scale, dtype)
 
 
 def lightning_recurrent(

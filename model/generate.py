@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ._cache import Cache, init_cache
 from ._decode import decode
 from ._transformer import Transformer
+from .hf._hf_config import HfConfig
 from .hf._load import load_hf, open_hf
 from .hf._native import is_native, load_native, open_native
 
@@ -59,12 +60,15 @@ def sample_token(
     """One token id per row, drawn from `softmax(logits / temperature)` cut to top-k, then top-p."""
     if config.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / config.temperature
+    # From the largest down: a temperature near 0 leaves it at 0 and the others at -inf.
+    span = jnp.finfo(logits.dtype)
+    temperature = min(max(config.temperature, float(span.tiny)), float(span.max))
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     order = jnp.argsort(logits, axis=-1, descending=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     rank = jnp.arange(ranked.shape[-1])
     if config.top_k is not None:
-        ranked = jnp.where(rank < config.top_k, ranked, -jnp.inf)
+        ranked = jnp.where(rank < min(config.top_k, rank.size), ranked, -jnp.inf)
     share = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(share, axis=-1) - share  # probability of all that are more likely
     ranked = jnp.where((before < config.top_p) | (rank == 0), ranked, -jnp.inf)
@@ -146,6 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
         print(error, file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"{error}; lower --max-new-tokens or --num-samples", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -194,7 +203,9 @@ def _run(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.tokenizer}: no such file")
     text = _Text(options.tokenizer or options.folder / TOKENIZER_NAME, is_needed=options.prompt is not None)
     prompt = text.encode(options.prompt) if options.prompt is not None else _parse_ids(options.ids)
-    model, stops = _load(options)
+    model, hf = _load(options)
+    _warn_of_length(len(prompt) + options.max_new_tokens, hf)
+    stops = _stops(hf)
     rows: list[list[int]] = [[] for _ in range(options.num_samples)]
     done = [False] * options.num_samples
     steps = generate_tokens(
@@ -223,16 +234,28 @@ def _run(options: argparse.Namespace) -> None:
             print(f"--- {i + 1}\n{text.decode(row)}")
 
 
-def _load(options: argparse.Namespace) -> tuple[Transformer, frozenset[int]]:
+def _load(options: argparse.Namespace) -> tuple[Transformer, HfConfig | None]:
     load: Callable[..., Any]
     if is_native(options.folder):
         load, hf = load_native, open_native(options.folder).hf
     else:
         load, hf = load_hf, open_hf(options.folder).hf
     _, model = load(options.folder, dtype=options.dtype, param_dtype=options.param_dtype)
+    return model, hf
+
+
+def _stops(hf: HfConfig | None) -> frozenset[int]:
+    """Tokens that end a text."""
     eos = None if hf is None else hf.eos_token_id
-    stops = () if eos is None else eos if isinstance(eos, tuple) else (eos,)
-    return model, frozenset(stops)
+    return frozenset(() if eos is None else eos if isinstance(eos, tuple) else (eos,))
+
+
+def _warn_of_length(num_tokens: int, hf: HfConfig | None) -> None:
+    if hf is not None and num_tokens > hf.max_position_embeddings:
+        print(
+            f"up to {num_tokens} tokens; config.json says the model is for {hf.max_position_embeddings}",
+            file=sys.stderr,
+        )
 
 
 def _parse_ids(text: str) -> list[int]:

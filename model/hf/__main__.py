@@ -45,11 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser(
         "check", help="compare names, shapes and dtypes with config.json; reads no numbers"
     )
-    check.add_argument("source", type=Path, help="Hugging Face folder")
+    check.add_argument("source", type=_folder, help="Hugging Face folder")
     check.set_defaults(run=_check)
     load = verbs.add_parser("import", help="Hugging Face folder to a folder in our layout")
-    load.add_argument("source", type=Path, help="Hugging Face folder (config.json, *.safetensors)")
-    load.add_argument("target", type=Path, help="folder to write; must not hold weights")
+    load.add_argument("source", type=_folder, help="Hugging Face folder (config.json, *.safetensors)")
+    load.add_argument("target", type=_folder, help="folder to write; must not hold weights")
     load.add_argument(
         "--dtype",
         choices=("stored", "bfloat16", "float32"),
@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     load.set_defaults(run=_import)
     save = verbs.add_parser("export", help="folder in our layout to a Hugging Face folder")
-    save.add_argument("source", type=Path, help="folder that import wrote")
-    save.add_argument("target", type=Path, help="folder to write; must not hold weights")
+    save.add_argument("source", type=_folder, help="folder that import wrote")
+    save.add_argument("target", type=_folder, help="folder to write; must not hold weights")
     save.add_argument(
         "--dtype",
         choices=("stored", "bfloat16", "float32"),
@@ -82,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         verb.add_argument("--quiet", action="store_true", help="no progress lines")
     return parser
+
+
+def _folder(text: str) -> Path:
+    if not text:  # `Path("")` is the working folder
+        raise argparse.ArgumentTypeError("must name a folder, got an empty text; '.' is the working folder")
+    return Path(text)
 
 
 def _check(options: argparse.Namespace) -> None:

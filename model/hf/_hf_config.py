@@ -18,13 +18,16 @@ LayerType = Literal["linear_attention", "full_attention"]
 MlpType = Literal["dense", "sparse"]
 
 MODEL_TYPES = ("bailing_hybrid", "bailing_moe_v3")
+MAX_LAYERS = 1000
+MAX_EXPERTS = 100_000  # with MAX_LAYERS: a damaged file must not fill the memory with names
 
 
 @dataclass(frozen=True, kw_only=True)
 class HfConfig:
     """A Ling-3 `config.json`, read once, with one name for each number.
 
-    `layer_types` is None when the file does not say; the tensors then decide (`attention.A_log` is a KDA layer).
+    `layer_types` is None when the file does not say; the tensors then decide (`attention.A_log` and others
+    that only KDA has).
     """
 
     layout: Layout
@@ -91,7 +94,7 @@ def read_hf_config(raw: Mapping[str, object]) -> HfConfig:
         )
     fields = Fields(raw)
     layout: Layout = "save_pretrained" if "linear_head_dim" in raw else "hub"
-    num_layers = fields.integer("num_hidden_layers", least=1)
+    num_layers = fields.integer("num_hidden_layers", least=1, most=MAX_LAYERS)
     moe_size = fields.integer("moe_intermediate_size")
     num_shared = fields.integer("num_shared_experts", default=0)
     shared_unit = fields.integer("moe_shared_expert_intermediate_size", default=moe_size)
@@ -114,7 +117,7 @@ def read_hf_config(raw: Mapping[str, object]) -> HfConfig:
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
         v_head_dim=fields.integer("v_head_dim", least=1),
-        num_experts=fields.integer("num_experts"),
+        num_experts=fields.integer("num_experts", most=MAX_EXPERTS),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_group=fields.integer("n_group", default=1, least=1),
         topk_group=fields.integer("topk_group", default=1, least=1),
@@ -126,7 +129,7 @@ def read_hf_config(raw: Mapping[str, object]) -> HfConfig:
         layer_types=fields.kinds("layer_types", num_layers, ("linear_attention", "full_attention")),
         mlp_types=fields.kinds("mlp_layer_types", num_layers, ("dense", "sparse"))
         or _default_mlp_types(num_layers, first_dense),
-        num_mtp_layers=fields.integer("num_nextn_predict_layers", default=0),
+        num_mtp_layers=fields.integer("num_nextn_predict_layers", default=0, most=MAX_LAYERS),
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         rope_theta=fields.rope_theta(),
         kda_safe_gate=fields.boolean("kda_safe_gate", default=True),

@@ -1,7 +1,8 @@
 """Typed access to a parsed `config.json` that collects every problem instead of stopping at the first."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 # canonical name -> the other spellings of the same number
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +40,10 @@ FIXED: Mapping[str, object] = {
 }
 
 
+LARGEST = 2**31 - 1  # of any size; no array has a longer axis
+ROPE_NAMES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # the last has no effect on MLA
+
+
 class Fields:
     """Typed access to a raw dict that collects problems instead of stopping at the first."""
 
@@ -53,14 +58,15 @@ class Fields:
             self.problems.append(f"spellings of one field must agree, got {found}; remove the wrong one")
         return next(iter(found.values()), None)
 
-    def integer(self, name: str, *, default: int | None = None, least: int = 0) -> int:
+    def integer(self, name: str, *, default: int | None = None, least: int = 0, most: int = LARGEST) -> int:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.problems.append(f"{name} must be a whole number of at least {least}, got {value!r}")
-            return max(least, 1)
-        return value
+        if _is_integer(value) and least <= value <= most:
+            return value
+        bound = f" and at most {most}" if _is_integer(value) and value > most else ""
+        self.problems.append(f"{name} must be a whole number of at least {least}{bound}, got {value!r}")
+        return max(least, 1)
 
     def optional_integer(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
@@ -69,8 +75,8 @@ class Fields:
         value = self.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.problems.append(f"{name} must be a number, got {value!r}")
+        if not _is_number(value) or not abs(value) < math.inf:
+            self.problems.append(f"{name} must be a finite number, got {value!r}")
             return default
         return float(value)
 
@@ -85,7 +91,7 @@ class Fields:
 
     def token_ids(self, name: str) -> int | tuple[int, ...] | None:
         value = self.get(name)
-        if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        if isinstance(value, list) and all(_is_integer(item) and item >= 0 for item in value):
             return tuple(value)
         return self.optional_integer(name)
 
@@ -93,9 +99,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(
-            item is None or isinstance(item, int | float) for item in value
-        ):
+        if not isinstance(value, list) or not all(item is None or _is_number(item) for item in value):
             self.problems.append(f"{name} must be a list of numbers and nulls, one a layer, got {value!r}")
             return None
         return tuple(float(item) if item else None for item in value)  # 0 and null both mean "no limit"
@@ -114,22 +118,32 @@ class Fields:
         return tuple(value)
 
     def rope_theta(self) -> float:
-        parameters = self.get("rope_parameters")
-        scaling = self.get("rope_scaling")
-        for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-            kind = (
-                value.get("rope_type", value.get("type", "default")) if isinstance(value, dict) else "default"
+        parameters = self._rope("rope_parameters")
+        self._rope("rope_scaling")
+        if "rope_theta" not in parameters:
+            return self.number("rope_theta", default=6_000_000.0)
+        inner = Fields(parameters)
+        theta = inner.number("rope_theta", default=6_000_000.0)
+        self.problems += [f"rope_parameters.{problem}" for problem in inner.problems]
+        return theta
+
+    def _rope(self, name: str) -> Mapping[str, object]:
+        """A group of rope fields that scales no position; empty when absent."""
+        value = self.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self.problems.append(f"{name} must be an object or null, got {value!r}; remove it")
+            return {}
+        kind = value.get("rope_type", value.get("type"))
+        if kind is None and not all(key in ROPE_NAMES for key in value):
+            # a scaling without its name, or one for each type of layers
+            kind = sorted(set(value) - set(ROPE_NAMES))
+        if kind not in (None, "default"):
+            self.problems.append(
+                f"{name}: rope_type must be 'default', got {kind!r}; position scaling is not computed"
             )
-            if kind != "default":
-                self.problems.append(
-                    f"{name}: rope_type must be 'default', got {kind!r}; position scaling is not computed"
-                )
-        if isinstance(parameters, dict) and "rope_theta" in parameters:
-            theta = parameters["rope_theta"]
-            if isinstance(theta, int | float) and not isinstance(theta, bool):
-                return float(theta)
-            self.problems.append(f"rope_parameters.rope_theta must be a number, got {theta!r}")
-        return self.number("rope_theta", default=6_000_000.0)
+        return value
 
     def check_fixed(self) -> None:
         for name, wanted in FIXED.items():
@@ -143,3 +157,11 @@ class Fields:
             value = self.raw.get(name)
             if value is not None and value != num_heads:
                 self.problems.append(f"{name} must equal num_attention_heads={num_heads}, got {value!r}")
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

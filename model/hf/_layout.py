@@ -6,7 +6,8 @@ Source: transformers 5.24.0, conversion_mapping.py, "bailing_hybrid".
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -25,7 +26,9 @@ _RENAMES = (
     (re.compile(r"\.post_norm\.weight$"), ".final_layernorm.weight"),
 )
 _OUTPUT = re.compile(r"^(model\.layers\.(\d+)\.attention)\.(?:dense|o_proj)\.weight$")
-_KDA_LEAF = re.compile(r"^model\.layers\.(\d+)\.attention\.A_log$")
+_KDA_ONLY = re.compile(
+    r"^model\.layers\.(\d+)\.attention\.(?:A_log|dt_bias|[fbkv]_proj\.weight|[qkv_]*conv1d\.weight|o_norm\.weight)$"
+)
 
 
 def checkpoint_names(names: Iterator[str]) -> dict[str, str]:
@@ -36,12 +39,16 @@ def checkpoint_names(names: Iterator[str]) -> dict[str, str]:
     """
     stored = list(names)
     hub = {name: _rename(name) for name in stored}
-    kda = {match[1] for name in hub.values() if (match := _KDA_LEAF.match(name))}
+    kda = _kda_layers(hub.values())
     result: dict[str, str] = {}
     problems: list[str] = []
     for name in stored:
         match = _OUTPUT.match(hub[name])
-        new = hub[name] if match is None else f"{match[1]}.{'o_proj' if match[2] in kda else 'dense'}.weight"
+        new = (
+            hub[name]
+            if match is None
+            else f"{match[1]}.{'o_proj' if int(match[2]) in kda else 'dense'}.weight"
+        )
         if new in result:
             problems.append(f"{name}: is another spelling of {result[new]}, which is stored too; remove one")
         result[new] = name
@@ -51,8 +58,8 @@ def checkpoint_names(names: Iterator[str]) -> dict[str, str]:
 
 
 def layer_types_of(hub_names: Iterator[str], num_layers: int) -> tuple[LayerType, ...]:
-    """Kind of every layer by the tensors it has: `attention.A_log` belongs to a KDA layer."""
-    kda = {int(match[1]) for name in hub_names if (match := _KDA_LEAF.match(name))}
+    """Kind of every layer by the tensors it has."""
+    kda = _kda_layers(hub_names)
     return tuple("linear_attention" if i in kda else "full_attention" for i in range(num_layers))
 
 
@@ -99,6 +106,12 @@ def _rename(name: str) -> str:
     for pattern, new in _RENAMES:
         name = pattern.sub(new, name)
     return name
+
+
+def _kda_layers(hub_names: Iterable[str]) -> set[int]:
+    """Layers with at least two tensors that only KDA has: one of them may be missing, and one of them may be astray."""
+    counts = Counter(int(match[1]) for name in hub_names if (match := _KDA_ONLY.match(name)))
+    return {layer for layer, count in counts.items() if count > 1}
 
 
 def _places(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:

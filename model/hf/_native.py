@@ -202,7 +202,7 @@ def _read_model_json(folder: Path) -> tuple[ModelConfig, HfConfig | None]:
             )
         config = _from_tree(ModelConfig, value["config"])
         hf = None if value["hf"] is None else _from_tree(HfConfig, value["hf"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(

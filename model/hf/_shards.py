@@ -137,6 +137,10 @@ def _find_files(path: Path) -> tuple[list[Path], list[str]]:
         absent = [n for n in names if not (path / n).is_file()]
         if absent:
             raise CheckpointError([f"{n}: shard listed in {INDEX_NAME} is missing; fetch it" for n in absent])
+        if SINGLE_NAME not in names and (path / SINGLE_NAME).is_file():
+            raise CheckpointError(
+                [f"{SINGLE_NAME}: is there beside {INDEX_NAME}, which does not list it; remove the stale one"]
+            )
         return [path / n for n in names], list(weight_map)
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -159,7 +163,7 @@ def _pickle_remedy() -> str:
 def read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
         raise CheckpointError([f"{path.name}: is not JSON ({error}); fetch it again"]) from error
     if not isinstance(value, dict):
         raise CheckpointError([f"{path.name}: must hold a JSON object, got {type(value).__name__}"])

@@ -121,6 +121,13 @@ def test_impossible_sampling_is_refused(options):
         SamplingConfig(**options)
 
 
+@pytest.mark.parametrize(("temperature", "allowed"), [(1e-45, {2}), (1e-300, {2}), (1e300, {0, 1, 2, 3})])
+def test_extreme_temperatures_are_greedy_or_even(temperature, allowed):
+    rows = jnp.broadcast_to(jnp.asarray([0.3, -9.0, 0.4, 0.2]), (2_000, 4))
+    config = SamplingConfig(temperature=temperature, top_k=10**30)
+    assert set(np.asarray(sample_token(rows, config, key=jax.random.key(0))).tolist()) == allowed
+
+
 def test_empty_prompt_and_unknown_id_are_refused(model):
     with pytest.raises(ValueError, match="at least one token"):
         next(generate_tokens(model, [], max_new_tokens=1, sampling=SamplingConfig(), key=jax.random.key(0)))
@@ -143,7 +150,7 @@ def test_command_stops_at_the_end_of_text_token(tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DATA / "g2_base" / name, tmp_path / name)
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": [12, 60]}))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": [12, 60], "model_max_length": 4}))
     arguments = [
         str(tmp_path),
         "--ids",
@@ -156,9 +163,13 @@ def test_command_stops_at_the_end_of_text_token(tmp_path, capsys):
         "float32",
     ]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.strip() == "19 32"
+    shown = capsys.readouterr()
+    assert shown.out.strip() == "19 32"
+    assert "up to 5 tokens; config.json says the model is for 4" in shown.err
     assert main([*arguments, "--ignore-eos"]) == 0
     assert capsys.readouterr().out.strip() == "19 32 12 55"
+    assert main([*arguments, "--max-new-tokens", "1000000000000"]) == 2
+    assert "lower --max-new-tokens" in capsys.readouterr().err
 
 
 def test_command_reads_and_writes_text_with_a_tokenizer(tmp_path, capsys):

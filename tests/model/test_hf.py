@@ -323,6 +323,28 @@ def test_every_problem_of_a_config_is_reported_at_once():
     assert len(error.value.problems) == 6
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got 'yarn'"),
+        ({"rope_scaling": {"factor": 4}}, "rope_type must be 'default', got ['factor']"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "got ['full_attention']"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a finite number, got nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number, got inf"),
+        ({"num_hidden_layers": 10**9, "layer_types": None, "mlp_layer_types": None}, "at most 1000"),
+        ({"num_experts": 10**9}, "num_experts must be a whole number of at least 0 and at most 100000"),
+        ({"expert_swiglu_limit_list": [True] * 4}, "must be a list of numbers and nulls"),
+        ({"eos_token_id": [True]}, "eos_token_id must be a whole number"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(changes, message):
+    raw = json.loads((DATA / "g2_base" / "config.json").read_text())
+    with pytest.raises(CheckpointError) as error:
+        read_hf_config(raw | changes)
+    (problem,) = error.value.problems
+    assert message in problem
+
+
 def test_model_that_is_no_ling3_is_not_exported(tmp_path):
     config = ModelConfig(
         vocab_size=8,

@@ -118,10 +118,29 @@ def test_tensor_of_the_index_that_no_shard_holds_is_named(folder, capsys):
     assert _import(folder, capsys)[0] == f"model.lost.weight: listed in {INDEX} but in no shard"
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff\xfe"])
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff\xfe", "[" * 100_000])
 def test_damaged_config_is_named(text, folder, capsys):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     assert _import(folder, capsys)[0].startswith("config.json: ")
+
+
+def test_tensor_of_the_other_mixer_does_not_change_what_a_layer_is(folder, capsys):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.attention.A_log"]  # a KDA layer
+    tensors["model.layers.1.attention.b_proj.weight"] = np.zeros((2, 24), np.float32)  # an MLA layer
+    save_file(tensors, folder / "model.safetensors")
+    assert _import(folder, capsys) == [
+        "model.layers.0.attention.A_log: missing, expected [2]",
+        "model.layers.1.attention.b_proj.weight: extra, [2, 24]; config.json describes no such tensor",
+        "2 problems",
+    ]
+
+
+def test_single_file_beside_an_index_that_does_not_list_it_is_refused(folder, capsys):
+    whole = (folder / "model.safetensors").read_bytes()
+    _shard(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    assert "model.safetensors: is there beside model.safetensors.index.json" in _import(folder, capsys)[0]
 
 
 def test_other_architectures_are_refused_by_name(folder, capsys):
@@ -171,6 +190,12 @@ def test_folders_of_the_other_kind_are_told_apart(folder, capsys, tmp_path):
     assert "is in our layout (model.json)" in lines[0]
     lines = _refusal(["export", folder, tmp_path / "back"], capsys)
     assert "model.json: missing; `python -m model.hf import` writes such a folder" in lines[0]
+
+
+def test_folder_without_a_name_is_not_the_working_folder(folder, capsys):
+    with pytest.raises(SystemExit):
+        main(["import", str(folder), ""])
+    assert "must name a folder, got an empty text" in capsys.readouterr().err
 
 
 def test_damaged_folder_of_ours_is_named(folder, capsys, tmp_path):

@@ -55,6 +55,14 @@ def _config(num_layers: int, size: int, dense: int) -> ModelConfig:
     )
 
 
+def test_constants_of_a_float64_model_are_not_rounded(x64):
+    config = dataclasses.replace(_config(*MODELS["no dense layer"][0]), dtype="float64")
+    constants = layer_constants(config, 2)
+    assert float(constants.routed_limit) == 0.05 * 3
+    assert float(constants.slopes[0]) == 2.0**-2 * (1 - 1 / 5 + 1e-5)  # of four heads
+    assert layer_constants(dataclasses.replace(config, dtype="bfloat16"), 2).routed_limit.dtype == jnp.float32
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "stack"), MODELS.values(), ids=MODELS)
 def test_stacked_layers_equal_the_layers_one_by_one(layers, stack, x64):

@@ -131,7 +131,7 @@ def _object(file: Path) -> dict:
     """A JSON object; empty when there is no such file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
         raise ValueError(f"{file.name}: is not JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file.name}: must hold a JSON object, got {type(value).__name__}")
