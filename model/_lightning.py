@@ -26,7 +26,8 @@ def lightning_slopes(
     ALiBi slopes `2^(-8 h / H)`, h = 1 .. H, times `1 - (layer - 1) / (num_layers - 1) + 1e-5`: deeper layers forget
     less. `layer - 1` is the released code's, which numbers layers from 0 too: layer 0 forgets by more than its slope.
     When H is no power of two, the slopes of the next lower power come first and every other slope of the next higher
-    one after them. Source: `BailingMoeV2_5LinearAttention`, hub code of inclusionAI/Ling-2.5.
+    one after them. Computed in float64, returned in `dtype`. Source: `BailingMoeV2_5LinearAttention`, hub code of
+    inclusionAI/Ling-2.5.
     """
 
     def slopes(count: int) -> list[float]:

@@ -48,6 +48,7 @@ class Fields:
     """Typed access to a raw dict that collects problems instead of stopping at the first."""
 
     def __init__(self, raw: Mapping[str, object]):
+        """Wrap a parsed `config.json`."""
         self.raw = raw
         self.problems: list[str] = []
 
@@ -59,6 +60,7 @@ class Fields:
         return next(iter(found.values()), None)
 
     def integer(self, name: str, *, default: int | None = None, least: int = 0, most: int = LARGEST) -> int:
+        """A whole number in `least` .. `most`; absent or null is `default`, a problem where there is none."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -69,9 +71,11 @@ class Fields:
         return max(least, 1)
 
     def optional_integer(self, name: str) -> int | None:
+        """A whole number; None when absent or null."""
         return None if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, *, default: float) -> float:
+        """A finite number; absent or null is `default`."""
         value = self.get(name)
         if value is None:
             return default
@@ -81,6 +85,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
+        """True or false; absent or null is `default`."""
         value = self.get(name)
         if value is None:
             return default
@@ -90,12 +95,14 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> int | tuple[int, ...] | None:
+        """One token id, several, or None."""
         value = self.get(name)
         if isinstance(value, list) and all(_is_integer(item) and item >= 0 for item in value):
             return tuple(value)
         return self.optional_integer(name)
 
     def limits(self, name: str) -> tuple[float | None, ...] | None:
+        """One clamp for each layer, None where there is none; None when absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -105,6 +112,7 @@ class Fields:
         return tuple(float(item) if item else None for item in value)  # 0 and null both mean "no limit"
 
     def kinds(self, name: str, num_layers: int, allowed: tuple[str, ...]) -> tuple[Any, ...] | None:
+        """One of the `allowed` words for each layer; None when absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -118,6 +126,7 @@ class Fields:
         return tuple(value)
 
     def rope_theta(self) -> float:
+        """Base of the rotary frequencies; a problem for every way of scaling positions."""
         parameters = self._rope("rope_parameters")
         self._rope("rope_scaling")
         if "rope_theta" not in parameters:
@@ -146,6 +155,7 @@ class Fields:
         return value
 
     def check_fixed(self) -> None:
+        """A problem for every field of `FIXED` that has another value."""
         for name, wanted in FIXED.items():
             if name in self.raw and self.raw[name] is not None and self.raw[name] != wanted:
                 self.problems.append(
@@ -153,6 +163,7 @@ class Fields:
                 )
 
     def check_heads(self, num_heads: int) -> None:
+        """A problem for every other count of heads: the model has one for all."""
         for name in ("num_key_value_heads", "linear_num_heads"):
             value = self.raw.get(name)
             if value is not None and value != num_heads:

@@ -54,6 +54,7 @@ class StoredArray:
     """An array on disk with the shape and indexing of a NumPy array."""
 
     def __init__(self, reader: ShardReader, path: str):
+        """The array `path` of `reader`."""
         self._reader = reader
         self._path = path
         info = reader.tensors[path]
@@ -61,6 +62,7 @@ class StoredArray:
         self.dtype = DTYPES[info.dtype]
 
     def __getitem__(self, where: Any) -> np.ndarray:
+        """`array[where]`; only that part is read."""
         return self._reader.read_part(self._path, where)
 
 

@@ -161,6 +161,7 @@ def _pickle_remedy() -> str:
 
 
 def read_json(path: Path) -> dict[str, object]:
+    """The JSON object of a file; anything else is a `CheckpointError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
