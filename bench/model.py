@@ -53,8 +53,8 @@ TINY = ModelConfig(
     ),
     dtype="float32",
 )
-# Rows and positions, the last the length that Ling-3-tiny is trained at. Without CUDA kernels transformers runs KDA as a loop
-# over chunks; the gradient of each chunk's slice is a whole array, so its time grows with the square of a row's length.
+# Rows and positions, the last the length that Ling-3-tiny is trained at. Without CUDA kernels transformers runs KDA as
+# a loop over chunks; the gradient of a chunk's slice is a whole array: time grows with the square of a row's length.
 SHAPES = ((2, 512), (1, 2048), (1, 4096))
 MORE_SHAPES = ((8, 128), (1, 8192))
 MOE_SHAPE = (2048, 8, 64, 256, 128)  # tokens, experts of a token, experts, width, width of an expert
