@@ -27,14 +27,14 @@ from ._lightning import lightning_recurrent as lightning_recurrent
 from ._lightning import lightning_slopes as lightning_slopes
 from ._output import ModelOutput as ModelOutput
 from ._output import RouterStats as RouterStats
-from ._parallel import Cut as Cut
 from ._parallel import Parallel as Parallel
 from ._parallel import cut_axes as cut_axes
 from ._parallel import cut_dimension as cut_dimension
 from ._parallel import gathered as gathered
 from ._parallel import is_expert as is_expert
-from ._parallel import looks_up as looks_up
 from ._parallel import sum_scattered as sum_scattered
+from ._parallel_weights import Cut as Cut
+from ._parallel_weights import looks_up as looks_up
 from ._param import ParamSpec as ParamSpec
 from ._param import param_specs as param_specs
 from ._qk_clip import clip_factors as clip_factors

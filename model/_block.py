@@ -14,9 +14,9 @@ from ._gla import Lightning, init_lightning
 from ._gqa import Gqa, init_gqa
 from ._made_once import slope_made_once
 from ._mla import Mla, init_mla
-from ._moe import Moe, init_moe
+from ._moe import Moe, init_moe, whole_moe
 from ._norm import norm_beside, rms_norm
-from ._parallel import whole
+from ._parallel_weights import whole
 from ._param import param
 from ._router import RouterFacts
 from ._rows import Rows
@@ -66,10 +66,9 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], RouterFacts | None]:
         """The second half without its residual."""
         normed = norm_beside(x, self.ffn_norm, self.norm_eps)
-        ffn = whole(self.ffn, rows.parallel)
-        if isinstance(ffn, Moe):
-            return ffn(normed, rows, constants)
-        return ffn(normed, rows.axes), None
+        if isinstance(self.ffn, Moe):
+            return whole_moe(self.ffn, rows.parallel)(normed, rows, constants)
+        return whole(self.ffn, rows.parallel)(normed, rows.axes), None
 
 
 def init_block(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Block:

@@ -21,6 +21,7 @@ from ._linear import init_normal
 from ._parallel import Parallel
 from ._parallel_experts import Copies, run_across
 from ._parallel_visits import run_visited
+from ._parallel_weights import whole, whole_beside, whole_field
 from ._param import matrix
 from ._quantized import current_quantization, with_quantization
 from ._router import Router, RouterFacts, init_router, router_facts
@@ -35,11 +36,18 @@ class Experts(eqx.Module):
     down: Float[Array, "E F D"] = eqx.field(metadata=matrix("F", "D"))
 
 
+class GatheredExperts(eqx.Module):
+    """`Experts` with gate and up side by side: one product reads the rows once, and one makes their whole gradient."""
+
+    gate_up: Float[Array, "E D F2"]
+    down: Float[Array, "E F D"]
+
+
 class Moe(eqx.Module):
     """`sum over chosen experts of weight * expert(x)`, plus the shared expert unweighted."""
 
     router: Router
-    experts: Experts
+    experts: Experts | GatheredExperts
     shared: SwiGlu | None
 
     def __call__(
@@ -61,8 +69,38 @@ class Moe(eqx.Module):
         return y, router_facts(routing, rows.router_mask, overflow)
 
 
+def whole_moe(moe: Moe, parallel: Parallel | None) -> Moe:
+    """`whole` of `moe`, with its experts as `gathered_experts` has them."""
+    if parallel is None:
+        return moe
+    assert isinstance(moe.experts, Experts)  # nothing is gathered twice
+    return Moe(
+        router=whole(moe.router, parallel),
+        experts=gathered_experts(moe.experts, parallel),
+        shared=None if moe.shared is None else whole(moe.shared, parallel),
+    )
+
+
+def gathered_experts(experts: Experts, parallel: Parallel) -> Experts | GatheredExperts:
+    """`whole` of `experts`, gate and up side by side where they travel anyway."""
+    # Not on CPUs, where blocks read one matrix after the other, nor where the tensor axis cuts each of them; in 8 bits
+    # each has scales of its own.
+    if (
+        parallel.platform == "cpu"
+        or parallel.exchange.expert_cuts > 1
+        or not (parallel.fsdp_axes or parallel.context_axis)
+        or parallel.expert_axis is not None
+        or current_quantization() is not None
+    ):
+        return whole(experts, parallel)
+    return GatheredExperts(
+        gate_up=whole_beside(experts, ("gate", "up"), parallel),
+        down=whole_field(experts, "down", parallel),
+    )
+
+
 def run_experts(
-    experts: Experts,
+    experts: Experts | GatheredExperts,
     tokens: Float[Array, "T D"],
     chosen: Int[Array, "T A"],
     weights: Float[Array, "T A"],
@@ -87,7 +125,7 @@ def run_experts(
         The sums; the number of copies without a place, which weigh 0 in them, or None where all have one.
     """
     mesh = None if parallel is None or parallel.expert_axis is None else parallel
-    num_local, num_chosen = experts.gate.shape[0], chosen.shape[1]
+    num_local, num_chosen = experts.down.shape[0], chosen.shape[1]
     num_experts = num_local * (1 if mesh is None else mesh.size(mesh.expert_axis))
     flat, weights = jnp.reshape(chosen, chosen.size), jnp.reshape(weights, chosen.size)
     order = jnp.argsort(flat, stable=True)
@@ -95,8 +133,10 @@ def run_experts(
     if mesh is None:
         # A caller that does not name its devices may be on a CPU.
         in_blocks = (parallel is None or parallel.platform == "cpu") and current_quantization() is None
-        run = _run_on_cpu if in_blocks else _run_in_groups
-        return run(num_chosen, experts, limit, tokens, weights, order), None
+        if in_blocks and isinstance(experts, Experts):
+            return _run_on_cpu(num_chosen, experts, limit, tokens, weights, order), None
+        return _run_in_groups(num_chosen, experts, limit, tokens, weights, order), None
+    assert isinstance(experts, Experts)  # not gathered
     copies = Copies(
         rows=_spread(tokens, order.order, order.inverse, num_chosen),
         weights=weights[order.order],
@@ -122,7 +162,12 @@ class _Order(NamedTuple):
 
 
 def _run_in_groups(
-    num_chosen: int, experts: Experts, limit: Array | None, tokens: Array, weights: Array, order: _Order
+    num_chosen: int,
+    experts: Experts | GatheredExperts,
+    limit: Array | None,
+    tokens: Array,
+    weights: Array,
+    order: _Order,
 ) -> Float[Array, "T D"]:
     """`run_experts` of experts that are all here."""
     rows = _spread(tokens, order.order, order.inverse, num_chosen)
@@ -180,19 +225,22 @@ def _cast(experts: Experts, dtype: DTypeLike) -> Matrices:
 
 
 def expert_products(
-    experts: Experts,
+    experts: Experts | GatheredExperts,
     x: Float[Array, "N D"],
     weights: Float[Array, " N"],
     group_sizes: Int[Array, " E"],
     limit: Float[Array, ""] | None,
 ) -> Float[Array, "N D"]:
     """Rows sorted by expert through their expert, times their weight; rows beyond the groups come out undefined."""
-    gate, up, down = _cast(experts, x.dtype)
     multiply, quantization = grouped_matmul, current_quantization()
     if quantization is not None:
         multiply = functools.partial(quantized_grouped_matmul, quantization)
-    hidden = swiglu(multiply(x, gate, group_sizes), multiply(x, up, group_sizes), limit)
-    return multiply((hidden * weights[:, None]).astype(x.dtype), down, group_sizes)
+    if isinstance(experts, GatheredExperts):
+        gate, up = jnp.split(multiply(x, experts.gate_up.astype(x.dtype), group_sizes), 2, axis=1)
+    else:
+        gate, up = (multiply(x, matrix.astype(x.dtype), group_sizes) for matrix in (experts.gate, experts.up))
+    hidden = (swiglu(gate, up, limit) * weights[:, None]).astype(x.dtype)
+    return multiply(hidden, experts.down.astype(x.dtype), group_sizes)
 
 
 def _exchange(

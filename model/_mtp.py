@@ -9,7 +9,7 @@ from ._block import Block, BlockFacts, init_block
 from ._config import ModelConfig
 from ._linear import init_normal, project
 from ._norm import rms_norm
-from ._parallel import whole_field
+from ._parallel_weights import whole_field
 from ._param import matrix, param
 from ._rows import Rows
 

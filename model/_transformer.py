@@ -18,8 +18,9 @@ from ._linear import init_normal
 from ._mtp import MtpBlock, init_mtp_block, tokens_ahead
 from ._norm import rms_norm
 from ._output import ModelOutput, stack_facts, without_details
-from ._parallel import Parallel, keep_cut, looked_up, whole_field
+from ._parallel import Parallel
 from ._parallel_positions import with_following
+from ._parallel_weights import keep_cut, looked_up, whole_field
 from ._param import param
 from ._quantized import with_quantization
 from ._rows import Rows, make_rows

@@ -90,18 +90,19 @@ def reduce_gradient(
     """
 
     def reduce(grad: Array, spec: ParamSpec, partition: PartitionSpec, wanted: PartitionSpec) -> Array:
-        grad = grad.astype(dtype)
         kept = {name for _, names in _cuts(partition) for name in names}
         axis, cut = _gathered(layout, spec)
         if is_whole and axis is not None:
-            grad = sum_scattered(grad, axis, cut, layout.parallel)
+            grad = sum_scattered(grad, axis, cut, dtype, layout.parallel)
         left = [name for name in layout.summed_axes if name not in kept]
         for axis, names in _cuts(wanted):
             new = tuple(name for name in names if name in left)
             if new:
-                grad = sum_scattered(grad, axis, new, layout.parallel)
+                grad = sum_scattered(grad, axis, new, dtype, layout.parallel)
                 left = [name for name in left if name not in new]
-        return jax.lax.psum(grad, tuple(left)).astype(jnp.float32) if left else grad.astype(jnp.float32)
+        if left:
+            grad = jax.lax.psum(grad.astype(dtype), tuple(left))
+        return grad.astype(jnp.float32)
 
     return jax.tree.map(reduce, grads, layout.specs, layout.partitions, layout.gradient_partitions)
 
@@ -118,7 +119,7 @@ def manual_part(partitions: PyTree) -> PyTree:
 
 def _gathered(layout: GradientLayout, spec: ParamSpec) -> tuple[int | None, tuple[str, ...]]:
     """Axis along which a layer gathers the parameter, and from which mesh axes; (None, ()) if it does not."""
-    axis, names = cut_dimension(spec), cut_axes(spec, layout.parallel)
+    axis, names = cut_dimension(spec, layout.parallel), cut_axes(spec, layout.parallel)
     if axis is None or not names or looks_up(spec, layout.is_tied):
         return None, ()
     return axis, names

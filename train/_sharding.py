@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from model import ExpertExchange, Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
+from model import ExpertExchange, MoeConfig, Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
 
 from ._mesh import CONTEXT, DATA, EXPERT, FSDP, ROW_AXES, TENSOR
 from ._optimizer import parameter_paths
@@ -18,14 +18,21 @@ BATCH_SPEC = PartitionSpec(ROW_AXES, CONTEXT)
 
 
 def make_parallel(
-    mesh: Mesh, *, gather_dtype: Dtype, reduce_dtype: Dtype, exchange: ExpertExchange | None = None
+    mesh: Mesh,
+    *,
+    moe: MoeConfig | None,
+    gather_dtype: Dtype,
+    reduce_dtype: Dtype,
+    exchange: ExpertExchange | None = None,
 ) -> Parallel:
     """The mesh axes a model is told of: those of more than one device, data and tensor apart."""
+    num_experts = 0 if moe is None else moe.num_experts
     wide = {name: size for name, size in mesh.shape.items() if size > 1}
     return Parallel(
         fsdp_axes=(FSDP,) if FSDP in wide else (),
         expert_axis=EXPERT if EXPERT in wide else None,
         context_axis=CONTEXT if CONTEXT in wide else None,
+        whole_experts=num_experts % math.prod(mesh.shape[name] for name in (EXPERT, FSDP, CONTEXT)) == 0,
         sizes=tuple(wide.items()),
         gather_dtype=gather_dtype,
         reduce_dtype=reduce_dtype,
@@ -47,11 +54,11 @@ def parameter_partition(
     """
     letters = spec.axes.split()
     names: list[tuple[str, ...]] = [() for _ in letters]
-    dimension = cut_dimension(spec)
+    dimension = cut_dimension(spec, parallel)
     if dimension is not None:
         names[dimension] = cut_axes(spec, parallel)
     if is_expert(spec) and parallel.expert_axis is not None:
-        names[letters.index("E")] = (parallel.expert_axis,)
+        names[letters.index("E")] = (parallel.expert_axis, *names[letters.index("E")])
     if mesh.shape[TENSOR] > 1:
         wide = next((i for i, letter in enumerate(letters) if letter in TENSOR_LETTERS), None)
         if wide is not None:

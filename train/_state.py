@@ -52,7 +52,7 @@ def abstract_state(config: ModelConfig, optimizer: Optimizer) -> TrainState:
 def model_partitions(config: ModelConfig, mesh: Mesh) -> PyTree:
     """`PartitionSpec` of every parameter, as a tree like the model."""
     model = abstract_model(config)
-    parallel = make_parallel(mesh, gather_dtype="float32", reduce_dtype="float32")
+    parallel = make_parallel(mesh, moe=config.moe, gather_dtype="float32", reduce_dtype="float32")
     return parameter_partitions(param_specs(model), model, mesh, parallel)
 
 

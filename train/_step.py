@@ -169,6 +169,7 @@ def make_gradient_plan(
     partitions = model_partitions(model_config, mesh)
     parallel = make_parallel(
         mesh,
+        moe=model_config.moe,
         gather_dtype="bfloat16" if model_config.dtype == "bfloat16" else "float32",
         reduce_dtype=config.reduce_dtype,
         exchange=exchange,

@@ -1,4 +1,4 @@
-"""Experts on several devices: copies that travel, with and without enough room, and experts that visit."""
+"""Experts on several devices: copies that travel, with and without enough room, experts that visit, or are gathered."""
 
 import functools
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from model import ExchangeWork, ExpertExchange, Parallel, _moe
-from model._moe import Experts, run_experts
+from model import Cut, ExchangeWork, ExpertExchange, Parallel, _moe
+from model._moe import Experts, GatheredExperts, gathered_experts, run_experts
 from tests.oracles.experts import copies_with_a_place, expert_gradients
 
 NUM_DEVICES, NUM_EXPERTS, NUM_TOKENS, NUM_CHOSEN, WIDTH, EXPERT_WIDTH = 4, 8, 7, 3, 5, 4
@@ -70,11 +70,11 @@ def program(way: str):
     return jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=cut, out_specs=cut, check_vma=False))
 
 
-def draw(routing: str) -> tuple[np.ndarray, ...]:
+def draw(routing: str, width: int = WIDTH) -> tuple[np.ndarray, ...]:
     """gate, up, down, tokens, chosen, weights, probe of all devices."""
     rng = np.random.default_rng(5)
     num_tokens = NUM_DEVICES * NUM_TOKENS
-    shapes = [(NUM_EXPERTS, WIDTH, EXPERT_WIDTH)] * 2 + [(NUM_EXPERTS, EXPERT_WIDTH, WIDTH)]
+    shapes = [(NUM_EXPERTS, width, EXPERT_WIDTH)] * 2 + [(NUM_EXPERTS, EXPERT_WIDTH, width)]
     experts = [rng.normal(size=shape) for shape in shapes]
     choice = rng.normal(size=(num_tokens, NUM_EXPERTS))
     match routing:
@@ -83,7 +83,7 @@ def draw(routing: str) -> tuple[np.ndarray, ...]:
         case "to all but one":
             choice[:, 2:4] -= 9
     chosen = np.argsort(-choice, axis=1)[:, :NUM_CHOSEN]
-    tokens, probe = rng.normal(size=(2, num_tokens, WIDTH))
+    tokens, probe = rng.normal(size=(2, num_tokens, width))
     return *experts, tokens, chosen, rng.uniform(0.1, 1, chosen.shape), probe
 
 
@@ -107,6 +107,53 @@ def test_experts_on_several_devices_equal_the_oracle(way, routing, monkeypatch):
         np.testing.assert_array_equal(dropped, np.sum(~has_place.reshape(NUM_DEVICES, -1), axis=1))
     else:
         assert dropped is None
+
+
+@pytest.mark.parametrize(
+    ("whole_experts", "is_kept"),
+    [(False, True), (True, False)],
+    ids=["parts of experts, gradients kept", "whole experts, gradients reduced"],
+)
+def test_gathered_experts_equal_the_oracle(whole_experts, is_kept):
+    """Outputs and gradients where a device stores parts of all experts, or some experts. On TPUs gate and up travel
+    together. Gradients that every device keeps whole are added up here."""
+    *matrices, tokens, chosen, weights, probe = draw("anywhere", width=2 * NUM_DEVICES)
+    parallel = Parallel(
+        fsdp_axes=("expert",), whole_experts=whole_experts, sizes=(("expert", NUM_DEVICES),), platform="tpu"
+    )
+
+    def body(stored, tokens, chosen, weights, probe):
+        def run(trained, tokens, weights):
+            leaves = map(Cut, jax.tree.leaves(stored), trained) if is_kept else trained
+            gathered = gathered_experts(jax.tree.unflatten(jax.tree.structure(stored), leaves), parallel)
+            assert isinstance(gathered, GatheredExperts)
+            return run_experts(gathered, tokens, chosen, weights, parallel=parallel)[0]
+
+        trained = [jnp.zeros(x.shape) for x in matrices] if is_kept else jax.tree.leaves(stored)
+        out, back = jax.vjp(run, trained, tokens, weights)
+        grads, *of_tokens = back(probe)
+        return out, [x[None] for x in grads] if is_kept else grads, of_tokens
+
+    rows = PartitionSpec("expert")
+    cuts = [rows if whole_experts else PartitionSpec(*[None] * i, "expert") for i in (1, 1, 2)]
+    single = [jnp.asarray(x, jnp.float32) for x in (*matrices, tokens, weights, probe)]
+    experts = Experts(*single[:3])
+    stored = jax.tree.unflatten(jax.tree.structure(experts), cuts)
+    run = jax.shard_map(
+        body,
+        mesh=mesh(),
+        in_specs=(stored, rows, rows, rows, rows),
+        out_specs=(rows, rows if is_kept else cuts, rows),
+        check_vma=False,
+    )
+    out, grads, of_tokens = jax.jit(run)(
+        experts, single[3], jnp.asarray(chosen, jnp.int32), single[4], single[5]
+    )
+    of_experts = [np.sum(x, axis=0) if is_kept else x for x in grads]
+    has_place = np.ones(chosen.shape, bool)
+    expected = expert_gradients(*matrices, tokens, chosen, weights, probe, has_place)
+    for got, want in zip((out, *of_experts, *of_tokens), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=RTOL, atol=RTOL * np.abs(want).max())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from model import Parallel, _parallel, gathered, sum_scattered
+from model import Parallel, _parallel, _parallel_weights, gathered, sum_scattered
 
 NAMES = ("fsdp", "expert")
 SIZES = [(8, 1), (2, 4), (4, 2)]
@@ -34,15 +34,23 @@ def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("axis", [0, 1])
-def test_stages_leave_every_device_its_cut_of_the_sum(sizes, axis):
-    parts = draw(8, 16, 24)
+def test_every_device_has_its_cut_of_the_sum(sizes, axis, dtype):
+    """Exactly: bfloat16 holds each part, but few of their sums. It travels as it is, and is added up once."""
+    parts = jnp.asarray(28 * draw(8, 16, 24), dtype)
     out = PartitionSpec(*[None] * axis, NAMES)
     summed = on_devices(
-        lambda x, parallel: sum_scattered(x[0], axis, NAMES, parallel), sizes, PartitionSpec(NAMES), out
+        lambda x, parallel: sum_scattered(x[0], axis, NAMES, "float32", parallel),
+        sizes,
+        PartitionSpec(NAMES),
+        out,
     )
-    np.testing.assert_array_equal(summed(jnp.asarray(parts)), parts.sum(axis=0))
+    np.testing.assert_array_equal(summed(parts), np.asarray(parts, np.float64).sum(axis=0))
+    program, is_narrow = summed.lower(parts).as_text(), dtype == "bfloat16"
+    assert program.count("stablehlo.all_to_all") == is_narrow
+    assert ("stablehlo.reduce_scatter" in program) != is_narrow
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -51,7 +59,10 @@ def test_sums_of_an_axis_as_long_as_a_vocabulary_keep_its_length(axis):
     parts = draw(8, *((8, length) if axis == 0 else (length, 8)))
     out = PartitionSpec(*[None] * axis, NAMES)
     summed = on_devices(
-        lambda x, parallel: sum_scattered(x[0], axis, NAMES, parallel), (8, 1), PartitionSpec(NAMES), out
+        lambda x, parallel: sum_scattered(x[0], axis, NAMES, "float32", parallel),
+        (8, 1),
+        PartitionSpec(NAMES),
+        out,
     )
     np.testing.assert_array_equal(summed(jnp.asarray(parts)), parts.sum(axis=0))
     assert "stablehlo.pad" in summed.lower(jnp.asarray(parts)).as_text()
@@ -79,7 +90,7 @@ def num_stages() -> tuple[int, int]:
     """Gathers and sums of a program that gathers over 8 devices and sums back."""
 
     def there_and_back(x, parallel):
-        return sum_scattered(gathered(x, 0, ("fsdp",), parallel), 0, ("fsdp",), parallel)
+        return sum_scattered(gathered(x, 0, ("fsdp",), parallel), 0, ("fsdp",), "float32", parallel)
 
     cut = PartitionSpec("fsdp")
     program = on_devices(there_and_back, (8, 1), cut, cut).lower(jnp.asarray(draw(16, 24))).as_text()
@@ -106,7 +117,7 @@ def test_cuts_are_rounded_to_bfloat16_as_a_cast_does():
     """As integers, for TPUs: ties, both infinities, NaN, zeros of both signs, numbers too small for a normal one."""
     edges = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38, 1e-40]
     numbers = np.concatenate([np.random.default_rng(0).normal(size=4096), edges]).astype(np.float32)
-    rounded = _parallel._cast_cut(jnp.asarray(numbers), "bfloat16", Parallel(platform="tpu"))
+    rounded = _parallel_weights._cast_cut(jnp.asarray(numbers), "bfloat16", Parallel(platform="tpu"))
     assert rounded.dtype == jnp.bfloat16
     assert np.array_equal(
         np.asarray(rounded, np.float32), numbers.astype(jnp.bfloat16).astype(np.float32), equal_nan=True

@@ -32,7 +32,7 @@ SEMANTICS = LossSemantics(
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """One dense layer, two scanned MoE layers, one MTP depth; float32."""
+    """One dense layer, two scanned MoE layers, one MTP depth; float32. 12 experts divide over 4 devices, not over 8."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -48,7 +48,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
             v_head_dim=8,
         ),
         "moe": MoeConfig(
-            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, num_routing_groups=2
+            num_experts=12, num_experts_per_tok=2, moe_intermediate_size=16, num_routing_groups=2
         ),
         "mtp": MtpConfig(num_layers=1),
         "dtype": "float32",

@@ -5,14 +5,16 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from model import KdaConfig, MoeConfig
 from train import _aot_compile
 from train._mesh import MESH_AXES, MeshConfig, MeshWork, check_mesh, make_mesh, mesh_sizes
 from train._mesh_work import mesh_work
+from train._state import model_partitions
 
 from . import tiny
-from .step_cases import tiny_config
+from .step_cases import mesh_of, tiny_config
 
 WORK = MeshWork(
     num_rows=16,
@@ -112,3 +114,21 @@ def test_work_of_a_mesh_counts_the_heads_of_every_mixer_and_the_width_of_shared_
     assert work.num_heads == 2
     assert work.ffn_sizes == (32, 16, 20)
     assert _aot_compile.mesh_work is mesh_work
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gate", "down"),
+    [
+        ({"fsdp": 4}, ("fsdp",), ("fsdp",)),
+        ({"fsdp": 2, "expert": 2}, (("expert", "fsdp"),), (("expert", "fsdp"),)),
+        ({"fsdp": 8}, (None, "fsdp"), (None, None, "fsdp")),
+        ({"fsdp": 2, "expert": 4}, ("expert", "fsdp"), ("expert", None, "fsdp")),
+    ],
+    ids=str,
+)
+def test_devices_store_whole_experts_where_their_number_divides(sizes, gate, down):
+    """12 experts: a device stores some of them on 4 devices, and a part of each on 8."""
+    experts = model_partitions(tiny_config(), mesh_of(**sizes)).layers[-1].ffn.experts
+    assert experts.up == experts.gate
+    for partition, axes in ((experts.gate, gate), (experts.down, down)):
+        assert partition == PartitionSpec(None, *axes, *[None] * (3 - len(axes)))

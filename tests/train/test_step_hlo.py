@@ -153,17 +153,22 @@ def test_a_tpu_program_gathers_no_experts_and_sums_gradients_once(tmp_path, exch
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:8x8"])
-@pytest.mark.parametrize("shape", [(1536, 512), (1536, 157184)])
-def test_a_tpu_program_over_64_devices_gathers_and_scatters_without_whole_sums(topology, shape):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1536, 512), "float32"), ((1536, 157184), "float32"), ((1536, 157184), "bfloat16")]
+)
+def test_a_tpu_program_over_64_devices_gathers_and_scatters_without_whole_sums(topology, shape, dtype):
+    """Sums are in float32: of bfloat16 its parts travel, and nothing is summed on the way."""
     mesh = make_mesh(MeshConfig(fsdp=64), devices=topology_devices(topology))
-    parallel = make_parallel(mesh, gather_dtype="float32", reduce_dtype="float32")
+    parallel = make_parallel(mesh, moe=None, gather_dtype="float32", reduce_dtype="float32")
 
     def there_and_back(x):
-        return sum_scattered(2 * gathered(x, 0, ("fsdp",), parallel), 0, ("fsdp",), parallel)
+        whole = 2 * gathered(x, 0, ("fsdp",), parallel)
+        return sum_scattered(whole, 0, ("fsdp",), "float32", parallel)
 
     cut = PartitionSpec("fsdp")
     function = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
-    weight = jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, cut))
+    weight = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cut))
     program = parse_program(function.lower(weight).compile().as_text())
     kinds = {use.kind for use in count_program(program, dict(mesh.shape)).collectives}
-    assert kinds - {"collective-permute"} == {"all-gather", "reduce-scatter"}
+    sums = {"float32": "reduce-scatter", "bfloat16": "all-to-all"}
+    assert kinds - {"collective-permute"} == {"all-gather", sums[dtype]}

@@ -1,0 +1,193 @@
+"""How a layer that runs inside `jax.shard_map` gets its weights whole.
+
+Every device holds a cut of each weight (ZeRO-3, arXiv:1910.02054). A layer gathers its own weights just before it uses
+them and drops them after, so no more than a few layers are whole at a time; the backward pass gathers again and sends
+every gradient back to the device that keeps the cut.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float, Int
+
+from ._parallel import Parallel, cut_axes, cut_dimension, gathered, sum_scattered
+from ._param import ParamSpec, field_spec, param_specs
+
+M = TypeVar("M", bound=eqx.Module)
+
+# Cut axis, mesh axes, dtype that travels, the mesh, weights that are gathered as one, and for sinks the dtype of the
+# gradient.
+GatherOptions = tuple[int, tuple[str, ...], str, Parallel, int]
+SinkOptions = tuple[int, tuple[str, ...], str, Parallel, int, str]
+
+
+class Cut(eqx.Module):
+    """A cut weight whose whole gradient is kept on the device, to be reduced later.
+
+    Attributes:
+        shard: The device's part of the weight.
+        sink: Zeros shaped as the whole weight; the gradient arrives here, unreduced, and none at `shard`.
+    """
+
+    shard: Array
+    sink: Array
+
+
+def whole(module: M, parallel: Parallel | None) -> M:
+    """`module` with its weights gathered from the devices that hold their cuts; itself when `parallel` is
+    None.
+
+    Gradients of the gathered weights are added over the devices and cut again. Weights of experts stay cut
+    over the expert axis.
+    """
+    if parallel is None:
+        return module
+    plain = jax.tree.map(lambda x: x.shard if isinstance(x, Cut) else x, module, is_leaf=_is_cut)
+    leaves, treedef = jax.tree.flatten(module, is_leaf=_is_cut)
+    specs = jax.tree.leaves(param_specs(plain), is_leaf=lambda x: isinstance(x, ParamSpec))
+    return jax.tree.unflatten(
+        treedef, [_whole_leaves((x,), s, parallel) for x, s in zip(leaves, specs, strict=True)]
+    )
+
+
+def whole_field(module: eqx.Module, name: str, parallel: Parallel | None) -> Array:
+    """The parameter `name` of `module` alone, as `whole` has it."""
+    leaf = getattr(module, name)
+    if parallel is None:
+        return leaf
+    return _whole_leaves((leaf,), field_spec(type(module), name), parallel)
+
+
+def whole_beside(module: eqx.Module, names: tuple[str, ...], parallel: Parallel) -> Array:
+    """The parameters `names` of `module`, alike in shape and not cut along their last axis, as `whole` has them, side
+    by side along it.
+
+    Their cuts are joined before they travel: to join whole weights would copy them.
+    """
+    leaves = tuple(getattr(module, name) for name in names)
+    return _whole_leaves(leaves, field_spec(type(module), names[0]), parallel)
+
+
+def looked_up(
+    module: eqx.Module, name: str, tokens: Int[Array, "B S"], dtype: str, parallel: Parallel
+) -> Float[Array, "B S D"]:
+    """Rows of the table `name` of `module` at `tokens`.
+
+    The tokens travel to the cuts of the table and the cut rows travel back: B * S * D numbers instead of V
+    * D.
+    """
+    table = getattr(module, name)
+    names = cut_axes(field_spec(type(module), name), parallel)
+    if isinstance(table, Cut) or not names:
+        return whole_field(module, name, parallel)[tokens].astype(dtype)
+    everywhere = gathered(tokens, 0, names, parallel)
+    return jax.lax.all_to_all(table[everywhere].astype(dtype), names, split_axis=0, concat_axis=2, tiled=True)
+
+
+def looks_up(spec: ParamSpec, is_tied: bool) -> bool:
+    """True for a parameter that is never gathered: an embedding that is no output head as well."""
+    return spec.role == "embedding" and not is_tied
+
+
+def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
+    """Rematerialization policy: everything is kept for the backward pass but what was gathered."""
+    # A policy sees a custom derivative from outside: the gather of a weight is hidden in it.
+    inside = params["call_jaxpr"].eqns if primitive.name == "custom_vjp_call" else ()
+    return all(name != "all_gather" for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
+
+
+def _whole_leaves(leaves: tuple[Array | Cut, ...], spec: ParamSpec, parallel: Parallel) -> Array:
+    axis, names = cut_dimension(spec, parallel), cut_axes(spec, parallel)
+    shards = tuple(leaf.shard if isinstance(leaf, Cut) else leaf for leaf in leaves)
+    if axis is None or not names:
+        return _beside(shards)
+    # The router scores in float32 from float32 weights: its choices must not depend on the mesh.
+    dtype = "float32" if "E" in spec.columns.split() else parallel.gather_dtype
+    sinks = tuple(leaf.sink for leaf in leaves if isinstance(leaf, Cut))
+    if sinks:
+        return _gather_to_sink(shards, sinks, (axis, names, dtype, parallel, len(sinks), str(sinks[0].dtype)))
+    return _gather(shards, (axis, names, dtype, parallel, len(shards)))
+
+
+def _beside(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def _apart(x: Array, count: int) -> tuple[Array, ...]:
+    """The way back of `_beside`."""
+    return tuple(jnp.split(x, count, axis=-1))
+
+
+def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Float[Array, "..."]:
+    """`shard` in another dtype.
+
+    On TPUs float32 is rounded to bfloat16 as integers, in the layout that it is stored in: the compiler would else
+    move the cast or the transposition out of the loop over layers, and a copy of the cuts of all layers would live
+    beside the parameters.
+    """
+    if parallel.platform != "tpu" or (shard.dtype, dtype) != (jnp.float32, "bfloat16"):
+        return shard.astype(dtype)
+    stored = with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
+    bits = jax.lax.bitcast_convert_type(stored, jnp.uint32)
+    # To the nearest, ties to even; a NaN stays one.
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    upper = jnp.where(jnp.isnan(stored), 0x7FC0, nearest).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(shards: tuple[Float[Array, "..."], ...], options: GatherOptions) -> Float[Array, "..."]:
+    axis, names, dtype, parallel, _ = options
+    return gathered(_beside([_cast_cut(x, dtype, parallel) for x in shards]), axis, names, parallel)
+
+
+def _gather_forward(shards: tuple[Array, ...], options: GatherOptions) -> tuple[Array, None]:
+    return _gather(shards, options), None
+
+
+def _gather_backward(options: GatherOptions, residuals: None, grad: Array) -> tuple[tuple[Array, ...]]:
+    del residuals
+    axis, names, _, parallel, count = options
+    part = sum_scattered(grad, axis, names, parallel.reduce_dtype, parallel)
+    return (_apart(part.astype(jnp.float32), count),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_to_sink(
+    shards: tuple[Float[Array, "..."], ...], sinks: tuple[Float[Array, "..."], ...], options: SinkOptions
+) -> Float[Array, "..."]:
+    del sinks
+    return _gather(shards, options[:-1])
+
+
+def _sink_forward(
+    shards: tuple[Array, ...], sinks: tuple[Array, ...], options: SinkOptions
+) -> tuple[Array, None]:
+    return _gather_to_sink(shards, sinks, options), None
+
+
+def _sink_backward(
+    options: SinkOptions, residuals: None, grad: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    del residuals
+    axis, names, _, parallel, count, sink_dtype = options
+    shape = list(grad.shape)
+    shape[axis] //= math.prod(parallel.size(name) for name in names)
+    return _apart(jnp.zeros(shape, jnp.float32), count), _apart(grad.astype(sink_dtype), count)
+
+
+_gather_to_sink.defvjp(_sink_forward, _sink_backward)
+
+
+def _is_cut(leaf: object) -> bool:
+    return isinstance(leaf, Cut)
