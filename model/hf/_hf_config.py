@@ -217,8 +217,9 @@ def write_hf_config(config: HfConfig, *, layout: Layout, dtype: str) -> dict[str
                 "rope_scaling": None,
                 "torch_dtype": dtype,
             }
-            if types != config.default_layer_types():
-                raw["layer_types"] = list(types)  # the hub's rule would derive others
+            # of an incomplete last group the hub's rule and transformers' derive different kinds
+            if types != config.default_layer_types() or config.num_hidden_layers % config.layer_group_size:
+                raw["layer_types"] = list(types)
             if config.mlp_types != _default_mlp_types(config.num_hidden_layers, config.first_k_dense_replace):
                 raw["mlp_layer_types"] = list(config.mlp_types)
         case "save_pretrained":

@@ -1,5 +1,6 @@
 """Ling-3 checkpoints in and out: spellings, shards, what is refused, and bit-exact round trips."""
 
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -290,6 +291,15 @@ def test_config_written_in_either_spelling_reads_back(case):
         assert (again.layer_types or again.default_layer_types()) == (
             hf.layer_types or hf.default_layer_types()
         )
+
+
+def test_hub_config_names_the_layers_where_two_readers_derive_others():
+    hf = read_hf_config(json.loads((DATA / "g4_qlora_leftpad" / "config.json").read_text()))
+    assert "layer_types" not in write_hf_config(hf, layout="hub", dtype="float32")
+    # transformers would make the fourth layer of this model linear, the hub code full attention
+    incomplete = dataclasses.replace(hf, layer_group_size=3)
+    raw = write_hf_config(incomplete, layout="hub", dtype="float32")
+    assert raw["layer_types"] == ["linear_attention"] * 2 + ["full_attention"] * 2
 
 
 def test_head_dim_means_kda_on_the_hub_and_rope_in_save_pretrained():
