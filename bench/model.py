@@ -5,10 +5,12 @@
 Forward plus backward of the same tiny Ling-3, same weights, float32, same tokens, both sides in turns so that a busy
 machine slows both. Our loss is the library's `linear_cross_entropy`, the reference's is its own. The reference is
 transformers' `BailingHybridForCausalLM` in a process of its own: PYTHON is an interpreter with torch and transformers
-5.24 (the `reference` extra); without it that number is null. tokamax (the `bench` extra, Python 3.12 or later) too.
+5.24 (the `reference` extra), by default this one if it has them; else that number is null. tokamax (the `bench` extra,
+Python 3.12 or later) too.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -72,7 +74,10 @@ def main() -> int:
     )
     parser.add_argument("--json", metavar="OUT", help="file for the numbers")
     parser.add_argument(
-        "--reference-python", metavar="PYTHON", help="interpreter with torch and transformers"
+        "--reference-python",
+        metavar="PYTHON",
+        default=_own_python(),
+        help="interpreter with torch and transformers (default: this one, where it has them)",
     )
     options = parser.parse_args()
     rounds = 3 if options.quick else 9
@@ -86,6 +91,12 @@ def main() -> int:
     if options.json:
         pathlib.Path(options.json).write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _own_python() -> str | None:
+    """This interpreter, where it has the reference."""
+    needed = ("torch", "transformers", "transformers.models.bailing_hybrid")  # the last imports the one before
+    return sys.executable if all(map(importlib.util.find_spec, needed)) else None
 
 
 def measure_model(
@@ -110,7 +121,7 @@ def _measure_shape(
         return result | {
             "tokens_per_s": tokens.size / ours,
             "tokens_per_s_vs_hf": None,
-            "hf": "no --reference-python given",
+            "hf": "no torch and transformers here, and no --reference-python given",
         }
     with tempfile.TemporaryDirectory() as folder:
         save_hf(folder, model, dtype="float32")
