@@ -95,7 +95,7 @@ def main() -> int:
 
 def _own_python() -> str | None:
     """This interpreter, where it has the reference."""
-    needed = ("torch", "transformers", "transformers.models.bailing_hybrid")  # the last imports the one before
+    needed = ("torch", "transformers", "transformers.models.bailing_hybrid")  # in this order
     return sys.executable if all(map(importlib.util.find_spec, needed)) else None
 
 
