@@ -61,6 +61,7 @@ def test_a_buffer_that_may_overflow_is_warned_of(tmp_path, overrides, words):
 
 @pytest.mark.slow
 def test_the_configuration_gives_the_sizes_that_the_model_meets(monkeypatch, tmp_path):
+    jax.clear_caches()  # a layer that another test has traced would not ask again
     met = []
     monkeypatch.setattr(ExchangeWork, "choose", lambda work, _: met.append(work) or "tokens")
     config = dataclasses.replace(
@@ -152,7 +153,7 @@ def test_travelling_experts_send_what_the_formula_says_and_are_never_gathered():
     work = ExchangeWork(
         num_tokens=64,
         num_chosen=2,
-        num_experts=8,
+        num_experts=MOE.num_experts,
         num_devices=4,
         model_size=32,
         expert_size=16,
@@ -162,4 +163,4 @@ def test_travelling_experts_send_what_the_formula_says_and_are_never_gathered():
     )
     assert sent["collective-permute"].num_bytes == work.weight_bytes(exchange)
     assert "all-to-all" not in sent
-    assert largest_gather(program) < 8 * 32 * 16  # a matrix of every expert
+    assert largest_gather(program) < 12 * 32 * 16  # a matrix of every expert

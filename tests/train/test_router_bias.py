@@ -18,8 +18,8 @@ def test_each_bias_moves_by_the_counts_of_its_own_layer():
     config = tiny_config(num_layers=9, layer_group_size=3, kda=KdaConfig(num_heads=4, head_dim=8))
     assert str(config.stack) == "linear+dense, linear+moe, full+moe, 2 x (2 linear+moe, full+moe)"
     model = tiny_model(config)
-    experts = (np.arange(9) * 3) % 8  # the expert that each of the nine routers overloads
-    counts = np.zeros((9, 8), np.int32)
+    experts = (np.arange(9) * 5) % 12  # the expert that each of the nine routers overloads
+    counts = np.zeros((9, 12), np.int32)
     counts[np.arange(9), experts] = 8
     options = OptimizerConfig(schedule=ScheduleConfig(kind="constant", peak=1.0), router_bias_update_rate=0.5)
     before, after = (
