@@ -1,5 +1,6 @@
 """Several real processes on loopback train as one process does."""
 
+import functools
 import json
 import os
 import pathlib
@@ -61,6 +62,7 @@ def wait_for(condition: Callable[[], object], children: list[subprocess.Popen]) 
         time.sleep(0.1)
 
 
+@functools.cache
 def run(num_processes: int) -> dict:
     children = start(num_processes, ["-m", "tests.train.distributed_child"])
     try:
