@@ -31,6 +31,7 @@ BITS = {
 }
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=\s]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_CALLS = frozenset({"call", "call-start"})
 _NAME = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|called_computations|true_computation"
@@ -158,7 +159,7 @@ def run_counts(program: Program) -> dict[str, int]:
         counts[name] += times
         for instruction in program.computations[name]:
             for kind, target in instruction.called():
-                if target not in counts or (kind == "to_apply" and instruction.opcode != "call"):
+                if target not in counts or (kind == "to_apply" and instruction.opcode not in _CALLS):
                     continue
                 trips = trip_count(program, instruction) if instruction.opcode == "while" else 1
                 trips = 1 if trips is None else trips

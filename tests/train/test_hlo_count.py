@@ -285,3 +285,35 @@ ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
     )
     row = 8 * 4
     assert count_program(program, {"data": 1}).num_bytes == row + row
+
+
+def test_bytes_of_a_call_that_runs_beside_the_program_are_counted_once_where_it_works():
+    """As libtpu 0.0.52 writes a gather on a sparse core in a finished program."""
+    program = parse_program(
+        """HloModule m
+
+%work (a: f32[64,8], i: s32[]) -> f32[1,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,8}
+}, execution_thread="sparsecore"
+
+%there (b: f32[64,8], j: s32[]) -> f32[1,8] {
+  %b = f32[64,8]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %begun = ((f32[64,8]{1,0}, s32[]), f32[1,8]{1,0}, u32[]{:S(8)}) call-start(%b, %j), to_apply=%work
+  ROOT %ended = f32[1,8]{1,0} call-done(%begun)
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %start = ((), (), (s32[32]{0})) custom-call-start(), custom_call_target="t", called_computations={%there}
+  %update = ((f32[64,8]{1,0}, s32[]), f32[1,8]{1,0}, (s32[32]{0})) custom-call-update(%start, %x, %k)
+  ROOT %out = f32[1,8]{1,0} custom-call-done(%update)
+}
+"""
+    )
+    row = 8 * 4
+    assert count_program(program, {"data": 1}).num_bytes == row + row
