@@ -30,7 +30,7 @@ class CompiledStep:
 
     Attributes:
         mesh: Its devices.
-        compiled: The executable; None when it does not fit.
+        compiled: The executable, or an `AssignedProgram` where no code was asked for; None when it does not fit.
         lower_seconds: Wall seconds of tracing and lowering.
         compile_seconds: Wall seconds of XLA.
         compile_cpu_seconds: Processor seconds of XLA.
@@ -85,30 +85,47 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> CompiledStep:
     Raises:
         ValueError: The mesh does not divide the work, or the compiler fails for another reason than memory.
     """
-    mesh, step, (batch, state) = step_and_shapes(config, devices)
     start = time.monotonic()
-    # jax.jit, not eqx.filter_jit: the latter takes shapes for static values. The model holds arrays alone.
-    program = jax.jit(step, donate_argnums=1, compiler_options=compiler_options(mesh))
-    lowered = program.lower(batch, state)
+    mesh, lowered = lower_step(config, devices)
     middle, processor = time.monotonic(), time.process_time()
     compiled, failure = None, ""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         failure = str(error)
-        if needed_bytes(failure) is None:
-            raise ValueError(
-                f"the compiler failed, and not for lack of memory: {failure.splitlines()[0]}"
-            ) from error
     return CompiledStep(
         mesh=mesh,
         compiled=compiled,
         lower_seconds=middle - start,
         compile_seconds=time.monotonic() - middle,
         compile_cpu_seconds=time.process_time() - processor,
-        needed_bytes=needed_bytes(failure),
+        needed_bytes=memory_wanted(failure),
         failure=failure,
     )
+
+
+def lower_step(config: Config, devices: Sequence[jax.Device]) -> tuple[Mesh, jax.stages.Lowered]:
+    """The mesh, and the step of `config` on it ready to be compiled.
+
+    Raises:
+        ValueError: The mesh does not divide the work.
+    """
+    mesh, step, (batch, state) = step_and_shapes(config, devices)
+    # jax.jit, not eqx.filter_jit: the latter takes shapes for static values. The model holds arrays alone.
+    program = jax.jit(step, donate_argnums=1, compiler_options=compiler_options(mesh))
+    return mesh, program.lower(batch, state)
+
+
+def memory_wanted(failure: str) -> int | None:
+    """`needed_bytes` of a compiler's failure; None without one.
+
+    Raises:
+        ValueError: The compiler failed, and not for lack of memory.
+    """
+    needed = needed_bytes(failure)
+    if failure and needed is None:
+        raise ValueError(f"the compiler failed, and not for lack of memory: {failure.splitlines()[0]}")
+    return needed
 
 
 def step_and_shapes(

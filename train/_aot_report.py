@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from ._aot_assigned import AssignedProgram
 from ._aot_chip import ASSUMPTIONS, Chip, roofline
 from ._aot_compile import CompiledStep, state_bytes
 from ._aot_flops import model_flops, tpu_kernel_flops
@@ -49,6 +50,7 @@ class AotReport:
         num_positions: Positions of a row.
         num_parameters: Of the whole model.
         fits: The program needs no more than `hbm_limit_bytes`.
+        has_code: Machine code was made. Else memory is without it, and compilation ended with the buffers assigned.
         hbm_bytes_per_device: What it needs, by the compiler's account.
         hbm_limit_bytes: What a device has.
         parameter_bytes: Parameters, float32.
@@ -81,6 +83,7 @@ class AotReport:
     num_positions: int
     num_parameters: int
     fits: bool
+    has_code: bool
     hbm_bytes_per_device: int
     hbm_limit_bytes: int
     parameter_bytes: int
@@ -128,6 +131,7 @@ def make_report(config: Config, topology: str, chip: Chip, step: CompiledStep) -
         num_positions=config.batch.num_positions,
         num_parameters=num_parameters(config),
         fits=fits,
+        has_code=step.compiled is not None and not isinstance(step.compiled, AssignedProgram),
         hbm_bytes_per_device=needed,
         hbm_limit_bytes=chip.hbm_bytes,
         parameter_bytes=parameters,
@@ -239,6 +243,8 @@ def markdown(report: AotReport) -> str:
         "",
         "Assumptions: " + "; ".join(report.assumptions) + ".",
     ]
+    if report.fits and not report.has_code:
+        lines.append("No code was made: memory is without it, compilation up to the assignment of buffers.")
     if report.expert_exchange is not None:
         lines.append(f"Experts: {report.expert_exchange.words}.")
     if report.unknown_kernels:
@@ -275,6 +281,8 @@ def to_json(report: AotReport) -> dict[str, object]:
 def _needed(step: CompiledStep) -> int:
     if step.compiled is None:
         return step.needed_bytes or 0
+    if isinstance(step.compiled, AssignedProgram):
+        return step.compiled.hbm_bytes
     memory = step.compiled.memory_analysis()
     peak = getattr(memory, "peak_memory_in_bytes", 0)
     live = (

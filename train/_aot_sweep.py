@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ._aot_assigned import assign_buffers
 from ._aot_chip import Chip
 from ._aot_compile import compile_step
 from ._aot_report import AotReport, make_report
@@ -43,12 +44,16 @@ def candidates(config: Config, devices: Sequence[Any]) -> Iterator[Config]:
 
 
 def sweep(
-    config: Config, topology: str, chip: Chip, devices: Sequence[Any], limit: int
+    config: Config, topology: str, chip: Chip, devices: Sequence[Any], limit: int, make_code: bool = True
 ) -> Iterator[AotReport | str]:
-    """Reports of the first `limit` candidates; the reason in words for one that the compiler refuses."""
+    """Reports of the first `limit` candidates; the reason in words for one that the compiler refuses.
+
+    Without `make_code` the compiler stops at the assignment of buffers.
+    """
     for changed in itertools.islice(candidates(config, devices), limit):
         try:
-            yield make_report(changed, topology, chip, compile_step(changed, devices))
+            step = compile_step(changed, devices) if make_code else assign_buffers(changed, topology, devices)
+            yield make_report(changed, topology, chip, step)
         except (ValueError, NotImplementedError, RuntimeError) as error:
             yield f"{changed.mesh.sizes} {changed.model.remat}: {str(error).splitlines()[0][:300]}"
 

@@ -18,8 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sweep and options.save:
         print("error: --save keeps one program, --sweep compiles many; leave one out", file=sys.stderr)
         return USAGE_ERROR
+    if options.no_code and options.save:
+        print("error: --save needs the code that --no-code leaves out; leave one out", file=sys.stderr)
+        return USAGE_ERROR
     # The compiler is libtpu; this process computes nothing.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from ._aot_assigned import AssignError, assign_buffers
     from ._aot_chip import chip_of
     from ._aot_compile import compile_step, topology_devices
     from ._aot_executable import save_executable
@@ -32,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         devices = topology_devices(options.topology, config.mesh.num_slices)
         if options.sweep:
             return _sweep(options, config, chip, devices)
-        step = compile_step(config, devices)
-    except (ConfigError, ValueError) as error:
+        step = (
+            assign_buffers(config, options.topology, devices)
+            if options.no_code
+            else compile_step(config, devices)
+        )
+    except (ConfigError, ValueError, AssignError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     report = make_report(config, options.topology, chip, step)
@@ -58,7 +66,7 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
 
     reports: list[AotReport] = []
     num_refused = 0
-    for result in sweep(config, options.topology, chip, devices, options.limit):
+    for result in sweep(config, options.topology, chip, devices, options.limit, not options.no_code):
         if isinstance(result, AotReport):
             reports.append(result)
             size, seconds = result.hbm_bytes_per_device / GIB, result.compile_seconds
@@ -106,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", type=Path, help="write the compiled executable here; not with --sweep")
     parser.add_argument(
         "--sweep", action="store_true", help="try mesh shapes and remat policies, rank those that fit"
+    )
+    parser.add_argument(
+        "--no-code",
+        action="store_true",
+        help="stop before machine code is made: the same counts in a tenth of the time; memory without the code",
     )
     parser.add_argument("--limit", type=int, default=8, help="compilations of a sweep at most")
     return parser
