@@ -77,7 +77,7 @@ def test_stacked_layers_equal_the_layers_one_by_one(layers, stack, x64):
         x, states, counts, tops = model.embed_tokens(tokens), [], [], []
         for layer, block in enumerate(_blocks(model)):
             states.append(x)
-            x, facts = block(x, rows, layer_constants(config, layer))
+            x, facts = block(x, rows, layer_constants(model.config, layer))
             counts += [] if facts.router is None else [facts.router.counts]
             tops += [] if facts.max_logits is None else [facts.max_logits]
         return rms_norm(x, model.final_norm, 1e-6), jnp.stack(states), jnp.stack(counts), jnp.stack(tops)
