@@ -8,7 +8,7 @@ from train._distributed import find_processes, is_first_process, join_processes
 
 
 def main() -> None:
-    """Two steps on data 2 x fsdp 4, each process holding its own rows."""
+    """Two steps on data 2 x fsdp 4, each process holding its own rows; `small` means a model of one layer."""
     join_processes(find_processes(os.environ))
     # After joining: nothing may use jax before, and importing the cases makes arrays.
     import jax
@@ -20,7 +20,8 @@ def main() -> None:
     from train._state import init_state, make_optimizer
     from train._step import make_train_step
 
-    config, mesh = cases.tiny_config(), cases.mesh_of(data=2, fsdp=4)
+    smaller = {"num_layers": 1, "first_k_dense_replace": 0, "mtp": None} if "small" in sys.argv[1:] else {}
+    config, mesh = cases.tiny_config(**smaller), cases.mesh_of(data=2, fsdp=4)
     optimizer = make_optimizer(cases.OPTIMIZER, config)
     state = init_state(config, optimizer, mesh, key=jax.random.key(1))
     sharding = NamedSharding(mesh, BATCH_SPEC)
