@@ -20,7 +20,8 @@ from ._mesh import check_mesh, make_mesh
 from ._mesh_work import mesh_work
 
 _TEXT = "*.after_optimizations_after_buffer_assignment.txt"
-_MEMORY = "*.after_optimizations-memory-usage-report.txt"
+_BUFFERS = "*.after_optimizations-buffer-assignment.txt"
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 _RESULT = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (?=\()")
 _POLL_SECONDS = 0.2
@@ -139,14 +140,15 @@ def _children_seconds() -> float:
 
 def read_program(folder: Path) -> AssignedProgram | None:
     """The program that the compiler wrote to `folder`; None until it is there in full."""
-    texts, reports = list(folder.glob(_TEXT)), list(folder.glob(_MEMORY))
-    if not texts or not reports:
+    texts, buffers = list(folder.glob(_TEXT)), list(folder.glob(_BUFFERS))
+    if not texts or not buffers:
         return None
-    text, report = texts[0].read_text(), reports[0].read_text()
-    found = re.search(r"\(color=0\)\s+Total bytes: (\d+)", report)
-    if found is None or not text.rstrip().endswith("}") or "\nENTRY " not in text:
+    text, found = texts[0].read_text(), _ALLOCATION.findall(buffers[0].read_text())
+    if not found or not text.rstrip().endswith("}") or "\nENTRY " not in text:
         return None
-    return AssignedProgram(name_elements(text), int(found.group(1)))
+    # Other colors are other memories; what lives inside one operation lies in fast memory.
+    sizes = (int(size) for size, kind in found if "color" not in kind and "thread-local" not in kind)
+    return AssignedProgram(name_elements(text), sum(sizes))
 
 
 def name_elements(text: str) -> str:
