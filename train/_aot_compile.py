@@ -157,8 +157,12 @@ def step_and_shapes(
 
 
 def needed_bytes(failure: str) -> int | None:
-    """Bytes in the compiler's "Used 120.5G of 95.74G hbm"; None when it says no such thing."""
-    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", failure)
+    """Bytes in the compiler's "Used 120.5G of 95.74G hbm", or in "required for HLO temporaries (710.2G) exceeds", which
+    leaves out the arguments; None when it says neither.
+    """
+    match = re.search(
+        r"(?:Used |for HLO temporaries \()([\d.]+)([KMGT]?)(?: of [\d.]+[KMGT]? hbm|\) exceeds)", failure
+    )
     if match is None:
         return None
     return int(float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " "))

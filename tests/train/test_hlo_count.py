@@ -199,6 +199,8 @@ def test_text_without_an_entry_is_refused():
 
 def test_memory_that_the_compiler_asked_for_in_vain_is_read():
     assert needed_bytes("Ran out: Used 120.50G of 95.74G hbm. Exceeded") == int(120.5 * 2**30)
+    early = "CompileTimeHbmOom: the total memory required for HLO temporaries (710.25G) exceeds available HBM (95.73G)."
+    assert needed_bytes(early) == int(710.25 * 2**30)
     assert needed_bytes("other") is None
 
 
