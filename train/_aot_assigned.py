@@ -6,7 +6,7 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,11 +68,10 @@ def assign_buffers(config: Config, topology: str, devices: Sequence[jax.Device])
     before = _children_seconds()
     with tempfile.TemporaryDirectory(prefix="train_aot_") as folder:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        # Not forked: jax has threads. The child reads the flags when it loads the compiler.
+        # Not forked: jax has threads.
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_compile, args=(config, topology, sender), daemon=True)
-        with _environment({"XLA_FLAGS": _dump_flags(folder)}):
-            process.start()
+        process = context.Process(target=_compile, args=(config, topology, folder, sender), daemon=True)
+        process.start()
         sender.close()
         try:
             program, failure, lowered, seconds = _wait(process, receiver, Path(folder))
@@ -121,8 +120,11 @@ def _wait(
         lowered, start = said, time.monotonic()
 
 
-def _compile(config: Config, topology: str, sender: Connection) -> None:
+def _compile(config: Config, topology: str, folder: str, sender: Connection) -> None:
     """The child: says when the step is lowered, then compiles it until it is killed."""
+    # Read when the compiler is loaded, with the first topology.
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     jax.config.update("jax_enable_compilation_cache", False)  # a program found there is not written down
     start = time.monotonic()
     lowered = lower_step(config, topology_devices(topology, config.mesh.num_slices))[1]
@@ -177,25 +179,3 @@ def _tuple_types(text: str) -> list[str]:
         if depth == 0:
             break
     return parts
-
-
-def _dump_flags(folder: str) -> str:
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
-    return f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-
-
-class _environment:
-    """Environment variables for the time of a block."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self.values, self.old = values, {name: os.environ.get(name) for name in values}
-
-    def __enter__(self) -> None:
-        os.environ.update(self.values)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self.old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

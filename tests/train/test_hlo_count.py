@@ -267,21 +267,25 @@ ENTRY %main (x: bf16[64,8], k: s32[], y: bf16[1,8]) -> bf16[64,8] {
     assert count_program(program, {"data": 1}).num_bytes == row + row  # the new row is read and written
 
 
-def test_bytes_of_a_call_on_another_core_are_those_of_what_it_calls():
-    program = parse_program(
-        """HloModule m
-
-%there (a: f32[64,8], i: s32[]) -> f32[1,8] {
+ROW_OF_A_TABLE = """
+%row_of (a: f32[64,8], i: s32[]) -> f32[1,8] {
   %a = f32[64,8]{1,0} parameter(0)
   %i = s32[] parameter(1)
   %z = s32[] constant(0)
   ROOT %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,8}
 }, execution_thread="sparsecore"
+"""
 
+
+def test_bytes_of_a_call_on_another_core_are_those_of_what_it_calls():
+    program = parse_program(
+        "HloModule m\n"
+        + ROW_OF_A_TABLE
+        + """
 ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
   %x = f32[64,8]{1,0} parameter(0)
   %k = s32[] parameter(1)
-  ROOT %out = f32[1,8]{1,0} custom-call(%x, %k), custom_call_target="other", called_computations={%there}
+  ROOT %out = f32[1,8]{1,0} custom-call(%x, %k), custom_call_target="other", called_computations={%row_of}
 }
 """
     )
@@ -292,19 +296,13 @@ ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
 def test_bytes_of_a_call_that_runs_beside_the_program_are_counted_once_where_it_works():
     """As libtpu 0.0.52 writes a gather on a sparse core in a finished program."""
     program = parse_program(
-        """HloModule m
-
-%work (a: f32[64,8], i: s32[]) -> f32[1,8] {
-  %a = f32[64,8]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %z = s32[] constant(0)
-  ROOT %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,8}
-}, execution_thread="sparsecore"
-
+        "HloModule m\n"
+        + ROW_OF_A_TABLE
+        + """
 %there (b: f32[64,8], j: s32[]) -> f32[1,8] {
   %b = f32[64,8]{1,0} parameter(0)
   %j = s32[] parameter(1)
-  %begun = ((f32[64,8]{1,0}, s32[]), f32[1,8]{1,0}, u32[]{:S(8)}) call-start(%b, %j), to_apply=%work
+  %begun = ((f32[64,8]{1,0}, s32[]), f32[1,8]{1,0}, u32[]{:S(8)}) call-start(%b, %j), to_apply=%row_of
   ROOT %ended = f32[1,8]{1,0} call-done(%begun)
 }, execution_thread="sparsecore"
 
