@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Shaped
 
-from ._kda_chunk import PRECISION, kda_chunk
+from ._kda_chunk import PRECISION, kda_chunks
 from ._kda_documents import number_documents, vary_together, zeros_beside
 from ._kda_scan import ChunkMask, scan_rows
 
 CHUNK_SIZE = 64
+# Chunks are prepared together while an array of them is no larger: several such arrays fit into a CPU core's cache.
+STEP_BYTES = 256 * 1024
 
 
 class DecayGate(eqx.Module):
@@ -37,7 +39,7 @@ class DecayGate(eqx.Module):
     dt_bias: Float[Array, "H K"]
     lower_bound: float | None = eqx.field(static=True)
 
-    def __call__(self, f: Float[Array, "B S H K"]) -> Float[Array, "B S H K"]:
+    def __call__(self, f: Float[Array, "*positions H K"]) -> Float[Array, "*positions H K"]:
         """Log-decay in nats, at least float32."""
         dtype = jnp.result_type(f, self.a_log, self.dt_bias, jnp.float32)
         rate = jnp.exp(self.a_log.astype(dtype))[:, None]
@@ -105,7 +107,7 @@ def kda_chunked(
 ) -> tuple[Float[Array, "B S H U"], Float[Array, "B H K U"]]:
     """Kimi Delta Attention by matrix products inside chunks and a scan over chunks.
 
-    The backward pass keeps the states between chunks and computes each chunk again. No exponent is ever positive, so
+    The backward pass keeps states between chunks and computes the chunks again. No exponent is ever positive, so
     any g <= 0 is safe, -inf excepted.
 
     Args:
@@ -130,7 +132,7 @@ def kda_chunked(
     documents = None if segment_ids is None else number_documents(segment_ids)
     rows, initial_state, documents = vary_together(((v, q, k, g, beta), initial_state, documents))
     state = _initial(initial_state, *rows)
-    return scan_rows(_plain_step, chunk_size, state, None, rows, documents)
+    return scan_rows(_plain_step, chunk_size, state, None, rows, documents, step_bytes=STEP_BYTES)
 
 
 def kda_gated_chunked(
@@ -170,7 +172,7 @@ def kda_gated_chunked(
     documents = None if segment_ids is None else number_documents(segment_ids)
     rows, gate, initial_state, documents = vary_together(((v, q, k, f, beta), gate, initial_state, documents))
     state = _initial(initial_state, *rows)
-    return scan_rows(_gated_step, chunk_size, state, gate, rows, documents)
+    return scan_rows(_gated_step, chunk_size, state, gate, rows, documents, step_bytes=STEP_BYTES)
 
 
 def _plain_step(
@@ -179,7 +181,7 @@ def _plain_step(
     del params
     out_dtype = rows[0].dtype
     v, q, k, g, beta = _without_padding(rows, mask)
-    state, o = kda_chunk(state, q, k, v, g, beta, mask)
+    state, o = kda_chunks(state, q, k, v, g, beta, mask)
     return state, o.astype(out_dtype)
 
 
@@ -191,7 +193,7 @@ def _gated_step(
     # A padding position's log-decay is not 0 where f is.
     (g,) = _without_padding((gate(f),), mask)
     q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
-    state, o = kda_chunk(state, q, k, v, g, beta, mask)
+    state, o = kda_chunks(state, q, k, v, g, beta, mask)
     return state, o.astype(out_dtype)
 
 
@@ -199,8 +201,9 @@ def _without_padding(rows: tuple[Array, ...], mask: ChunkMask | None) -> tuple[A
     return rows if mask is None else tuple(_zero_padding(x, mask.scored) for x in rows)
 
 
-def _zero_padding(x: Shaped[Array, "B X *rest"], scored: Bool[Array, "B X"]) -> Shaped[Array, "B X *rest"]:
-    return jnp.where(jnp.expand_dims(scored, tuple(range(2, x.ndim))), x, 0)
+def _zero_padding(x: Shaped[Array, "..."], scored: Bool[Array, "*positions"]) -> Shaped[Array, "..."]:
+    """`x` [*positions, ...], 0 where it is not `scored`."""
+    return jnp.where(jnp.expand_dims(scored, tuple(range(scored.ndim, x.ndim))), x, 0)
 
 
 def _initial(initial_state: Array | None, v: Array, *rows: Array) -> Array:

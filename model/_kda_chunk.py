@@ -1,4 +1,4 @@
-"""One chunk of Kimi Delta Attention as matrix products.
+"""Chunks of Kimi Delta Attention as matrix products.
 
 With G_i the sum of g from the chunk's start up to position i, S the state before the chunk and u_i the row that
 position i writes,
@@ -16,6 +16,8 @@ is `e^{g_{j+1} + ... + g_{m-1}} * e^{g_m + ... + g_i}`. Both factors are product
 positions, at most 1, that occur in the decay itself, and both go into operands of a matrix product.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -27,40 +29,67 @@ MATRIX_SIZE = 2  # smaller halves are multiplied element by element
 PRECISION = jax.lax.Precision.HIGHEST  # float32 products, which TPU otherwise rounds to bfloat16
 
 
-def kda_chunk(
+def kda_chunks(
     state: Float[Array, "B H K U"],
-    q: Float[Array, "B X H K"],
-    k: Float[Array, "B X H K"],
-    v: Float[Array, "B X H U"],
-    g: Float[Array, "B X H K"],
-    beta: Float[Array, "B X H"],
+    q: Float[Array, "B N X H K"],
+    k: Float[Array, "B N X H K"],
+    v: Float[Array, "B N X H U"],
+    g: Float[Array, "B N X H K"],
+    beta: Float[Array, "B N X H"],
     mask: ChunkMask | None,
-) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
-    """The state after a chunk and the chunk's output, in the state's dtype.
+) -> tuple[Float[Array, "B H K U"], Float[Array, "B N X H U"]]:
+    """The state after N chunks and their output, in the state's dtype.
+
+    What does not need the state is made for all chunks together, so that N small operations are one.
 
     Args:
-        state: State before the chunk; its dtype is the one everything is computed in.
+        state: State before the first chunk; its dtype is the one everything is computed in.
         q: Queries; X is a power of two.
         k: Keys.
         v: Values.
         g: Log-decays, at most 0.
         beta: Write strengths.
-        mask: Documents of the chunk, or None for one document without padding. At padding g and beta must be 0.
+        mask: Documents of the chunks, or None for one document without padding. At padding g and beta must be 0.
     """
-    q, k, v, g, beta = (jnp.moveaxis(x.astype(state.dtype), 2, 1) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (jnp.moveaxis(x.astype(state.dtype), 3, 2) for x in (q, k, v, g, beta))
     erase, attend, from_start, to_end, keep = decayed_products(q, k, g)
-    keep = keep[..., None]
+    keep, strength = keep[..., None], beta[..., None]
     if mask is not None:
-        same = mask.same[:, None]
+        same = mask.same[:, :, None]
         erase, attend = jnp.where(same, erase, 0), jnp.where(same, attend, 0)
-        from_start = jnp.where(mask.first[:, None, :, None], from_start, 0)
-        to_end = jnp.where(mask.last[:, None, :, None], to_end, 0)
-        keep = jnp.where(mask.kept[:, None, None, None], keep, 0)
-    read_k, read_q = (_product("bhxk,bhku->bhxu", x * from_start, state) for x in (k, q))
-    u = solve_unit_lower(beta[..., None] * erase, beta[..., None] * (v - read_k))
-    o = read_q + _product("bhxy,bhyu->bhxu", attend, u)
-    state = keep * state + _product("bhxk,bhxu->bhku", k * to_end, u)
-    return state, jnp.moveaxis(o, 1, 2)
+        from_start = jnp.where(mask.first[:, :, None, :, None], from_start, 0)
+        to_end = jnp.where(mask.last[:, :, None, :, None], to_end, 0)
+        keep = jnp.where(mask.kept[:, :, None, None, None], keep, 0)
+    chunks = Chunks(strength * erase, k * from_start, strength, v, k * to_end, keep)
+    u, before, state = write_chunks(state, chunks)
+    o = _matmul(q * from_start, before) + _matmul(attend, u)
+    return state, jnp.moveaxis(o, 2, 3)
+
+
+class Chunks(NamedTuple):
+    """What chunks do to the state, one after the other: with L `links`, R `reads` and W `writes`,
+
+    u = (I + L)^-1 strength (v - R S);  S <- keep S + W^T u
+    """
+
+    links: Float[Array, "B N H X X"]
+    reads: Float[Array, "B N H X K"]
+    strength: Float[Array, "B N H X 1"]
+    v: Float[Array, "B N H X U"]
+    writes: Float[Array, "B N H X K"]
+    keep: Float[Array, "B N H K 1"]
+
+
+@jax.custom_vjp
+def write_chunks(
+    state: Float[Array, "B H K U"], chunks: Chunks
+) -> tuple[Float[Array, "B N H X U"], Float[Array, "B N H K U"], Float[Array, "B H K U"]]:
+    """Rows u that every chunk writes, the state before every chunk, and the state after the last one.
+
+    The entries of `links` on and above the diagonal must be 0. Three products of each chunk wait for the chunk before,
+    forward and backward.
+    """
+    return _write_fwd(state, chunks)[0]
 
 
 @jax.custom_vjp
@@ -81,14 +110,6 @@ def decayed_products(
         a position to the chunk's end, the position not included; decay over the chunk.
     """
     return _products_fwd(q, k, g)[0]
-
-
-@jax.custom_vjp
-def solve_unit_lower(
-    a: Float[Array, "*batch X X"], b: Float[Array, "*batch X U"]
-) -> Float[Array, "*batch X U"]:
-    """`(I + a)^-1 b`; the entries of `a` on and above the diagonal must be 0."""
-    return _solve_fwd(a, b)[0]
 
 
 def invert_unit_lower(a: Float[Array, "*batch X X"]) -> Float[Array, "*batch X X"]:
@@ -114,19 +135,45 @@ def invert_unit_lower(a: Float[Array, "*batch X X"]) -> Float[Array, "*batch X X
     return inverse[..., 0, :, :]
 
 
-def _solve_fwd(a, b):
-    inverse = invert_unit_lower(a)
-    u = _matmul(inverse, b)
-    return u, (inverse, u)
+def _write_fwd(state, chunks):
+    inverse = invert_unit_lower(chunks.links)
+    before, rests, rows = [], [], []
+    for i in range(inverse.shape[1]):
+        rest = chunks.v[:, i] - _matmul(chunks.reads[:, i], state)
+        u = _matmul(inverse[:, i], chunks.strength[:, i] * rest)
+        before.append(state)
+        rests.append(rest)
+        rows.append(u)
+        state = chunks.keep[:, i] * state + _matmul(_transposed(chunks.writes[:, i]), u)
+    before, rests, u = (jnp.stack(x, axis=1) for x in (before, rests, rows))
+    return (u, before, state), (chunks, inverse, before, rests, u)
 
 
-def _solve_bwd(residuals, d_u):
-    inverse, u = residuals
-    d_b = _product("...yx,...yu->...xu", inverse, d_u)
-    return -jnp.tril(_product("...xu,...yu->...xy", d_b, u), -1), d_b
+def _write_bwd(residuals, cotangents):
+    chunks, inverse, before, rests, u = residuals
+    d_u, d_before, d_state = cotangents
+    d_after, solved = [], []
+    for i in reversed(range(inverse.shape[1])):
+        d_after.append(d_state)
+        d_row = d_u[:, i] + _matmul(chunks.writes[:, i], d_state)
+        solved.append(_matmul(_transposed(inverse[:, i]), d_row))
+        d_rest = chunks.strength[:, i] * solved[-1]
+        d_state = (
+            chunks.keep[:, i] * d_state + d_before[:, i] - _matmul(_transposed(chunks.reads[:, i]), d_rest)
+        )
+    d_after, solved = (jnp.stack(x[::-1], axis=1) for x in (d_after, solved))
+    d_v = chunks.strength * solved
+    return d_state, Chunks(
+        links=-jnp.tril(_matmul(solved, _transposed(u)), -1),
+        reads=-_matmul(d_v, _transposed(before)),
+        strength=jnp.sum(solved * rests, axis=-1, keepdims=True),
+        v=d_v,
+        writes=_matmul(u, _transposed(d_after)),
+        keep=jnp.sum(before * d_after, axis=-1, keepdims=True),
+    )
 
 
-solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
+write_chunks.defvjp(_write_fwd, _write_bwd)
 
 
 def _products_fwd(q, k, g):
@@ -253,6 +300,10 @@ def _product(equation, x, y):
 
 def _matmul(x, y):
     return _product("...xy,...yz->...xz", x, y)
+
+
+def _transposed(x):
+    return jnp.swapaxes(x, -1, -2)
 
 
 def _halves(x, half):

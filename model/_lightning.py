@@ -116,11 +116,12 @@ def _lightning_chunk(
     slope: Float[Array, " H"],
     inputs: tuple[Array, ...],
     mask: ChunkMask | None,
-) -> tuple[Float[Array, "B H K U"], Float[Array, "B X H U"]]:
+) -> tuple[Float[Array, "B H K U"], Float[Array, "B 1 X H U"]]:
     assert mask is not None
+    mask = ChunkMask(*(x[:, 0] for x in mask))  # one chunk at a time
     rate = slope.astype(state.dtype)[:, None]
     scored = mask.scored[:, None, :, None]
-    v, q, k = (jnp.where(scored, jnp.moveaxis(x.astype(state.dtype), 2, 1), 0) for x in inputs)
+    v, q, k = (jnp.where(scored, jnp.moveaxis(x[:, 0].astype(state.dtype), 2, 1), 0) for x in inputs)
     count = jnp.cumsum(mask.scored.astype(state.dtype), axis=1)[:, None]  # positions decayed over
     apart = jnp.tril(count[..., :, None] - count[..., None, :])  # at least 0: no exponent is positive
     decay = jnp.where(jnp.tril(mask.same)[:, None], jnp.exp(-rate[..., None] * apart), 0)
@@ -130,7 +131,7 @@ def _lightning_chunk(
     attend = _product("bhxk,bhyk->bhxy", q, k) * decay
     o = _product("bhxk,bhku->bhxu", q * from_start[..., None], state) + _product("bhxy,bhyu->bhxu", attend, v)
     state = keep[..., None] * state + _product("bhxk,bhxu->bhku", k * to_end[..., None], v)
-    return state, jnp.moveaxis(o, 1, 2)
+    return state, jnp.moveaxis(o, 1, 2)[:, None]
 
 
 def _product(equation, x, y):
