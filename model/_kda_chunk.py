@@ -25,7 +25,6 @@ from jaxtyping import Array, Bool, Float
 from ._kda_scan import ChunkMask
 
 BASE_SIZE = 16  # smaller blocks are masked in products of this size, not sliced out
-MATRIX_SIZE = 2  # smaller halves are multiplied element by element
 PRECISION = jax.lax.Precision.HIGHEST  # float32 products, which TPU otherwise rounds to bfloat16
 
 
@@ -166,10 +165,10 @@ def _write_bwd(residuals, cotangents):
     return d_state, Chunks(
         links=-jnp.tril(_matmul(solved, _transposed(u)), -1),
         reads=-_matmul(d_v, _transposed(before)),
-        strength=jnp.sum(solved * rests, axis=-1, keepdims=True),
+        strength=_sum_last(solved * rests),
         v=d_v,
         writes=_matmul(u, _transposed(d_after)),
-        keep=jnp.sum(before * d_after, axis=-1, keepdims=True),
+        keep=_sum_last(before * d_after),
     )
 
 
@@ -179,7 +178,7 @@ write_chunks.defvjp(_write_fwd, _write_bwd)
 def _products_fwd(q, k, g):
     size = g.shape[-2]
     base = min(size, BASE_SIZE)
-    attend = jnp.where(jnp.eye(base, dtype=bool), _split(jnp.sum(q * k, axis=-1), base)[..., None], 0)
+    attend = jnp.where(jnp.eye(base, dtype=bool), _split(_sum_last(q * k)[..., 0], base)[..., None], 0)
     erase = jnp.zeros_like(attend)
     # Decays from a half's start up to a position, and from a position to the half's end.
     prefix, suffix, decays = jnp.exp(g), jnp.ones_like(g), []
@@ -191,7 +190,7 @@ def _products_fwd(q, k, g):
         prefix = _join(p_left, p_right * p_left[..., -1:, :])
         suffix = _join(s_left * p_right[..., -1:, :], s_right)
         rows, columns = _rows_and_columns(q, k, decay, half)
-        products = _pairs(rows, columns)
+        products = _product("...xk,...yk->...xy", rows, columns)
         to_erase, to_attend = products[..., :half, :], products[..., half:, :]
         if half < base:
             erase, attend = erase + _place(to_erase, base), attend + _place(to_attend, base)
@@ -222,8 +221,8 @@ def _products_bwd(residuals, cotangents):
         else:
             d_products = jnp.concatenate([_blocks(x, half, 1) for x in (d_erase, d_attend)], axis=-2)
         rows, columns = _rows_and_columns(q, k, decay, half)
-        d_rows = _product_or_sum("...xy,...yk->...xk", d_products, columns, half)
-        d_columns = _product_or_sum("...xy,...xk->...yk", d_products, rows, half)
+        d_rows = _product("...xy,...yk->...xk", d_products, columns)
+        d_columns = _product("...xy,...xk->...yk", d_products, rows)
         d_k_level = _join(d_columns, d_rows[..., :half, :]) * decay
         d_q_level = _join(jnp.zeros_like(d_columns), d_rows[..., half:, :]) * decay
         d_q, d_k = d_q + d_q_level, d_k + d_k_level
@@ -248,23 +247,6 @@ def _rows_and_columns(q, k, decay, half):
     """What pairs of halves multiply: decayed [k; q] of the right halves, decayed k of the left halves."""
     (_, q_right), (k_left, k_right) = _halves(q * decay, half), _halves(k * decay, half)
     return jnp.concatenate([k_right, q_right], axis=-2), k_left
-
-
-def _pairs(rows, columns):
-    return _product_or_sum("...xk,...yk->...xy", rows, columns, columns.shape[-2])
-
-
-def _product_or_sum(equation, x, y, half):
-    """`einsum` of two arrays, spelled out as products and a sum for blocks that are too small for matrix products."""
-    if half >= MATRIX_SIZE:
-        return _product(equation, x, y)
-    match equation:
-        case "...xk,...yk->...xy":
-            return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
-        case "...xy,...yk->...xk":
-            return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
-        case _:
-            return jnp.sum(x[..., :, :, None] * y[..., :, None, :], axis=-3)
 
 
 def _split(x, base):
@@ -304,6 +286,11 @@ def _matmul(x, y):
 
 def _transposed(x):
     return jnp.swapaxes(x, -1, -2)
+
+
+def _sum_last(x):
+    """Sums over the last axis, which stays, as a product: XLA's CPU compiler makes a slower operation of a sum."""
+    return _matmul(x, jnp.ones((*x.shape[:-2], x.shape[-1], 1), x.dtype))
 
 
 def _halves(x, half):
