@@ -66,10 +66,7 @@ def kda_chunks(
 
 
 class Chunks(NamedTuple):
-    """What chunks do to the state, one after the other: with L `links`, R `reads` and W `writes`,
-
-    u = (I + L)^-1 strength (v - R S);  S <- keep S + W^T u
-    """
+    """What chunks do to the state S in turn: `u = (I + links)^-1 strength (v - reads S)`, `S <- keep S + writes^T u`."""
 
     links: Float[Array, "B N H X X"]
     reads: Float[Array, "B N H X K"]
