@@ -66,7 +66,7 @@ def kda_chunks(
 
 
 class Chunks(NamedTuple):
-    """What chunks do to the state S in turn: `u = (I + links)^-1 strength (v - reads S)`, `S <- keep S + writes^T u`."""
+    """What chunks do to the state S in turn: u = (I + links)^-1 strength (v - reads S), S <- keep S + writes^T u."""
 
     links: Float[Array, "B N H X X"]
     reads: Float[Array, "B N H X K"]
