@@ -71,7 +71,7 @@ def scan_rows(
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two, got {chunk_size}; 64 is the usual one")
     rows, length = inputs[0].shape[:2]
-    if length == 0:
+    if rows == 0 or length == 0:
         return jnp.zeros_like(inputs[0]), state
     chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
     missing = -length % chunk_size

@@ -385,6 +385,13 @@ def test_l2_normalize_adds_epsilon_to_the_sum(x64):
     assert np.all(np.isfinite(jax.jacobian(l2_normalize)(jnp.asarray(x))))
 
 
+@pytest.mark.parametrize("function", [kda_recurrent, kda_chunked])
+def test_no_rows_give_no_output(function):
+    arrays = jax.tree.map(jnp.asarray, draw(1, 130, batch=0, dtype=np.float32))
+    o, state = function(**arrays, segment_ids=jnp.zeros((0, 130), jnp.int32))
+    assert (o.shape, state.shape) == ((0, 130, 2, 6), (0, 2, 8, 6))
+
+
 def test_chunk_size_must_be_a_power_of_two():
     with pytest.raises(ValueError, match="chunk_size must be a power of two, got 48"):
         kda_chunked(**jax.tree.map(jnp.asarray, draw(1, 5, dtype=np.float32)), chunk_size=48)
