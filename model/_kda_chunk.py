@@ -66,7 +66,16 @@ def kda_chunks(
 
 
 class Chunks(NamedTuple):
-    """What chunks do to the state S in turn: u = (I + links)^-1 strength (v - reads S), S <- keep S + writes^T u."""
+    """What chunks do to the state S in turn: u = (I + links)^-1 strength (v - reads S), S <- keep S + writes^T u.
+
+    Attributes:
+        links: Of a position's write on those before it in the chunk, strictly lower triangular.
+        reads: Keys, decayed from the chunk's start.
+        strength: Beta.
+        v: Values.
+        writes: Keys, decayed to the chunk's end.
+        keep: Decay of the state over the chunk.
+    """
 
     links: Float[Array, "B N H X X"]
     reads: Float[Array, "B N H X K"]
