@@ -1,7 +1,7 @@
 """What decides the course of a run, kept in every checkpoint and compared when a run goes on."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,16 +19,22 @@ def make_manifest(config: Config, dataset: Dataset) -> dict[str, Any]:
     Length of the run, logging, evaluation, checkpoints and the mesh are left out: they may change freely.
     So may `total_steps` under a constant learning rate.
     """
-    tree = config_to_tree(config)
-    course = {name: tree[name] for name in _COURSE_SECTIONS}
-    schedule = course["optimizer"]["schedule"]
-    if schedule["kind"] == "constant":
-        del schedule["total_steps"]
+    course = course_of(config, _COURSE_SECTIONS)
     course["run"] = {"seed": config.run.seed}
     course["data"] = course["data"] | {"fingerprint": dataset.fingerprint}
     packages = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
     versions = {name: metadata.version(name) for name in packages} | {"python": platform.python_version()}
     return {"course": course, "versions": versions}
+
+
+def course_of(config: Config, sections: Sequence[str]) -> dict[str, Any]:
+    """Sections of `config` as JSON, without what has no effect; `optimizer` must be among them."""
+    tree = config_to_tree(config)
+    course = {name: tree[name] for name in sections}
+    schedule = course["optimizer"]["schedule"]
+    if schedule["kind"] == "constant":
+        del schedule["total_steps"]
+    return course
 
 
 def manifest_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

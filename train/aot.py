@@ -50,13 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         save_report(report, options.json)
     if options.save and step.compiled is not None:
         try:
-            size = save_executable(step.compiled, options.save)
+            size = save_executable(step, config, options.save)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE_ERROR
-        print(
-            f"executable: {options.save} ({size / 2**20:.1f} MiB), for train._aot_executable.load_executable"
-        )
+        print(f"executable: {options.save} ({size / 2**20:.1f} MiB), for train.executable.load_executable")
     return 0 if report.fits else DOES_NOT_FIT
 
 

@@ -13,21 +13,21 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model._grouped import grouped_matmul
-from train import _aot_compile, _aot_sweep
+from train import _aot_compile, _aot_executable, _aot_sweep
 from train._aot_chip import chip_of
 from train._aot_compile import (
     CompiledStep,
     compile_step,
     needed_bytes,
-    step_and_shapes,
     topology_devices,
 )
-from train._aot_executable import load_executable, save_executable
+from train._aot_executable import save_executable
 from train._aot_report import GIB, make_report, markdown, save_report
 from train._aot_sweep import POLICIES, candidates, ranked
 from train._compiler import compiler_options
 from train._mesh import MeshConfig, make_mesh
 from train.aot import main
+from train.executable import ExecutableError, load_config, load_executable
 
 from .tiny import QUICKSTART, tiny_config, tiny_overrides
 
@@ -121,20 +121,72 @@ def no_cache():
 
 @pytest.mark.slow
 def test_a_saved_executable_runs_without_being_compiled_again(tmp_path, no_cache):
-    config = tiny_config(tmp_path, "mesh.fsdp=4")
+    config = load_config(QUICKSTART, tiny_overrides(tmp_path, "mesh.fsdp=4"))
     devices = jax.devices()[:4]
-    compiled = compile_step(config, devices).compiled
-    assert save_executable(compiled, tmp_path / "step") == (tmp_path / "step").stat().st_size
+    step = compile_step(config, devices)
+    compiled = step.compiled
+    assert save_executable(step, config, tmp_path / "step") == (tmp_path / "step").stat().st_size
     loaded = load_executable(config, devices, tmp_path / "step")
-    _, _, shapes = step_and_shapes(config, devices)
 
     def ones():
+        shapes = (loaded.batch, loaded.state)
         return jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), shapes)
 
     want, got = compiled(*ones()), loaded(*ones())
     assert jax.tree.structure(want) == jax.tree.structure(got)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A file as `--save` writes it for four devices, but for the code; and its config."""
+    config = tiny_config(tmp_path)
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:4])
+    monkeypatch.setattr(_aot_executable, "serialize", lambda compiled: (b"code" * 9, None, None))
+    save_executable(CompiledStep(mesh, "compiled", 1.0, 2.0, 3.0), config, tmp_path / "step")
+    return tmp_path / "step", config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: b"PK" + content, "is no executable"),
+        (lambda content: b"", "is no executable"),
+        (lambda content: content[:60], "is cut off or damaged"),
+        (lambda content: content[:-1], "35 bytes of code, not 36"),
+        (lambda content: content[:-1] + b"x", "checksum"),
+        (lambda content: content, "do not load it"),  # "codecode..." is no code
+    ],
+)
+def test_a_file_that_is_no_whole_executable_is_refused(written, change, words):
+    path, config = written
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ExecutableError, match=words) as caught:
+        load_executable(config, jax.devices()[:4], path)
+    assert "compile again with" in str(caught.value)
+
+
+def test_an_executable_for_something_else_is_refused_with_what_differs(written, monkeypatch, tmp_path):
+    path, config = written
+    devices = jax.devices()
+
+    def refusal(config, devices):
+        with pytest.raises(ExecutableError) as caught:
+            load_executable(config, devices, path)
+        return str(caught.value)
+
+    assert "optimizer.max_grad_norm: was 1.0, is 2.0" in refusal(
+        tiny_config(tmp_path, "optimizer.max_grad_norm=2.0"), devices[:4]
+    )
+    assert "made for cpu devices, 4 of kind cpu, these devices are cpu devices, 8" in refusal(config, devices)
+    assert "another topology or order of devices: [4, None] was [0, None]" in refusal(config, devices[4:])
+    monkeypatch.setattr(_aot_executable, "_version", lambda name: "0.1")
+    said = refusal(tiny_config(tmp_path, "mesh.fsdp=2", "mesh.data=2"), devices[:4])
+    assert f"made with jax {jax.__version__}, here is 0.1" in said
+    assert "mesh.data: was 1, is 2" in said
+    path.unlink()
+    assert "cannot be read: No such file" in refusal(config, devices)
 
 
 def fitting(limit_bytes):
