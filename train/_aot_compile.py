@@ -157,11 +157,14 @@ def step_and_shapes(
 
 
 def needed_bytes(failure: str) -> int | None:
-    """Bytes in the compiler's "Used 120.5G of 95.74G hbm", or in "required for HLO temporaries (710.2G) exceeds", which
-    leaves out the arguments; None when it says neither.
+    """Bytes in the compiler's words, arguments and results included; None when it does not speak of memory.
+
+    "Used 120.5G of 95.74G hbm"; "required for HLO temporaries (710.2G) exceeds"; "Requires 20.1G, has 15.75G".
     """
     match = re.search(
-        r"(?:Used |for HLO temporaries \()([\d.]+)([KMGT]?)(?: of [\d.]+[KMGT]? hbm|\) exceeds)", failure
+        r"(?:Used |for HLO temporaries \(|Requires )([\d.]+)([KMGT]?)"
+        r"(?: of [\d.]+[KMGT]? hbm|\) exceeds|, has [\d.]+[KMGT]? available)",
+        failure,
     )
     if match is None:
         return None

@@ -1,8 +1,6 @@
-"""What a compiled step costs, as one record: JSON, Markdown and a picture of it."""
+"""What a compiled step costs, as one record."""
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
@@ -12,7 +10,7 @@ from ._aot_compile import CompiledStep, state_bytes
 from ._aot_flops import model_flops, tpu_kernel_flops
 from ._config import Config
 from ._exchange import exchange_work, expert_exchange
-from ._hlo_count import CollectiveUse, ProgramCost, count_program
+from ._hlo_count import CollectiveUse, count_program
 from ._hlo_parse import parse_program
 
 GIB = 2**30
@@ -38,8 +36,37 @@ class ExchangeFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What is read off a program, of one device in one step.
+
+    Attributes:
+        flops_per_device: Counted in the program, loops by trips and kernels by formula.
+        model_flops_ratio: FLOPs that the model needs, over those counted on all devices.
+        bytes_per_device: HBM bytes read and written.
+        collectives: By kind and mesh axis.
+        unknown_kernels: Kernels without a formula: their FLOPs are missing.
+        compute_seconds: Bound of the step by FLOPs.
+        memory_seconds: Bound by HBM.
+        network_seconds: Bound by the interconnect.
+        estimated_step_seconds: The largest bound.
+        estimated_mfu: Model FLOPs over what the devices could do in the estimated step.
+    """
+
+    flops_per_device: int
+    model_flops_ratio: float
+    bytes_per_device: int
+    collectives: tuple[CollectiveUse, ...]
+    unknown_kernels: dict[str, int]
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+    estimated_step_seconds: float
+    estimated_mfu: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class AotReport:
-    """One compiled step. Bytes and FLOPs are those of one device in one step.
+    """One compiled step. Bytes are those of one device.
 
     Attributes:
         topology: Name of the devices.
@@ -57,20 +84,12 @@ class AotReport:
         optimizer_bytes: Optimizer state.
         activation_bytes: Residual stream of every layer, kept for the backward pass (by formula).
         temporary_bytes: The rest: gradients, gathered weights, buffers.
-        flops_per_device: Counted in the program, loops by trips and kernels by formula.
-        model_flops_ratio: FLOPs that the model needs, over those counted on all devices.
-        bytes_per_device: HBM bytes read and written.
-        collectives: By kind and mesh axis.
+        counts: None where the compiler gave up for lack of memory: there is no program to count.
+        failure: The compiler's words then, else None.
         expert_exchange: What travels along the expert axis and why; None where no experts are apart.
-        unknown_kernels: Kernels without a formula: their FLOPs are missing.
         lower_seconds: Wall seconds of tracing.
         compile_seconds: Wall seconds of XLA.
         compile_cpu_seconds: Processor seconds of XLA.
-        compute_seconds: Bound of the step by FLOPs.
-        memory_seconds: Bound by HBM.
-        network_seconds: Bound by the interconnect.
-        estimated_step_seconds: The largest bound.
-        estimated_mfu: Model FLOPs over what the devices could do in the estimated step.
         assumptions: Of the estimate.
         advice: What to change when it does not fit.
     """
@@ -90,38 +109,23 @@ class AotReport:
     optimizer_bytes: int
     activation_bytes: int
     temporary_bytes: int
-    flops_per_device: int
-    model_flops_ratio: float
-    bytes_per_device: int
-    collectives: tuple[CollectiveUse, ...]
+    counts: Counts | None
+    failure: str | None
     expert_exchange: ExchangeFacts | None
-    unknown_kernels: dict[str, int]
     lower_seconds: float
     compile_seconds: float
     compile_cpu_seconds: float
-    compute_seconds: float
-    memory_seconds: float
-    network_seconds: float
-    estimated_step_seconds: float
-    estimated_mfu: float
     assumptions: tuple[str, ...]
     advice: tuple[str, ...]
 
 
 def make_report(config: Config, topology: str, chip: Chip, step: CompiledStep) -> AotReport:
-    """The record of `step`; without an executable its counts are 0 and `advice` says what to change."""
+    """The record of `step`; without a program nothing is counted and `advice` says what to change."""
     mesh = step.mesh
     parameters, moments = state_bytes(config, mesh)
     activations = activation_bytes(config, dict(mesh.shape))
-    cost = ProgramCost(0, 0, {}, 0, ())
-    if step.compiled is not None:
-        cost = count_program(parse_program(step.compiled.as_text()), dict(mesh.shape), tpu_kernel_flops)
     needed = _needed(step)
-    far_axis = config.mesh.slice_axis if config.mesh.num_slices > 1 else None
-    bound = roofline(cost, chip, slice_axis=far_axis)
-    useful = model_flops(config.model, config.batch.num_rows, config.batch.num_positions)
     fits = step.compiled is not None and needed <= chip.hbm_bytes
-    seconds = bound.step_seconds
     return AotReport(
         topology=topology,
         num_devices=mesh.size,
@@ -138,22 +142,35 @@ def make_report(config: Config, topology: str, chip: Chip, step: CompiledStep) -
         optimizer_bytes=moments,
         activation_bytes=activations,
         temporary_bytes=max(needed - parameters - moments - activations, 0),
+        counts=None if step.compiled is None else count_step(config, chip, mesh, step.compiled.as_text()),
+        failure=step.failure or None,
+        expert_exchange=exchange_facts(config, mesh),
+        lower_seconds=step.lower_seconds,
+        compile_seconds=step.compile_seconds,
+        compile_cpu_seconds=step.compile_cpu_seconds,
+        assumptions=ASSUMPTIONS,
+        advice=() if fits else advice(config, dict(mesh.shape), parameters + moments, activations, chip),
+    )
+
+
+def count_step(config: Config, chip: Chip, mesh: Mesh, text: str) -> Counts:
+    """What the program `text` of the step of `config` costs a device, and how long that takes at least."""
+    cost = count_program(parse_program(text), dict(mesh.shape), tpu_kernel_flops)
+    far_axis = config.mesh.slice_axis if config.mesh.num_slices > 1 else None
+    bound = roofline(cost, chip, slice_axis=far_axis)
+    seconds = bound.step_seconds
+    useful = model_flops(config.model, config.batch.num_rows, config.batch.num_positions)
+    return Counts(
         flops_per_device=cost.flops,
         model_flops_ratio=useful / (cost.flops * mesh.size) if cost.flops else 0.0,
         bytes_per_device=cost.num_bytes,
         collectives=cost.collectives,
-        expert_exchange=exchange_facts(config, mesh),
         unknown_kernels=dict(cost.unknown_kernels),
-        lower_seconds=step.lower_seconds,
-        compile_seconds=step.compile_seconds,
-        compile_cpu_seconds=step.compile_cpu_seconds,
         compute_seconds=bound.compute_seconds,
         memory_seconds=bound.memory_seconds,
         network_seconds=bound.network_seconds,
         estimated_step_seconds=seconds,
         estimated_mfu=useful / (seconds * mesh.size * chip.peak_flops) if seconds else 0.0,
-        assumptions=ASSUMPTIONS,
-        advice=() if fits else advice(config, dict(mesh.shape), parameters + moments, activations, chip),
     )
 
 
@@ -210,77 +227,10 @@ def advice(config: Config, mesh: dict[str, int], state: int, activations: int, c
     return (*ways, "fewer rows a device")
 
 
-def markdown(report: AotReport) -> str:
-    """The record as tables."""
-    mesh = " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "1 device"
-    kinds = ("parameter", "optimizer", "activation", "temporary")
-    lines = [
-        f"# {report.topology}: {report.num_devices} devices, {mesh}, remat {report.remat}",
-        "",
-        f"{report.num_parameters / 1e9:.2f} billion parameters, {report.num_rows} rows of {report.num_positions}:"
-        f" {'fits' if report.fits else 'does not fit'}",
-        "",
-        "| memory per device | GiB |",
-        "|---|---|",
-        *(f"| {kind} | {getattr(report, kind + '_bytes') / GIB:.2f} |" for kind in kinds),
-        f"| all, by the compiler | {report.hbm_bytes_per_device / GIB:.2f} |",
-        f"| limit | {report.hbm_limit_bytes / GIB:.2f} |",
-        "",
-        "| per device and step | |",
-        "|---|---|",
-        f"| TFLOP | {report.flops_per_device / 1e12:.2f} |",
-        f"| model FLOPs / counted | {report.model_flops_ratio:.3f} |",
-        f"| HBM GB | {report.bytes_per_device / 1e9:.1f} |",
-        f"| compute, memory, network bound (s) | {report.compute_seconds:.3f}, {report.memory_seconds:.3f},"
-        f" {report.network_seconds:.3f} |",
-        f"| estimated step (s) | {report.estimated_step_seconds:.3f} |",
-        f"| estimated MFU | {report.estimated_mfu:.1%} |",
-        f"| lowering, compilation (s) | {report.lower_seconds:.0f}, {report.compile_seconds:.0f} |",
-        "",
-        "| collective | axis | count | GB |",
-        "|---|---|---|---|",
-        *(f"| {c.kind} | {c.axis} | {c.count} | {c.num_bytes / 1e9:.3f} |" for c in report.collectives),
-        "",
-        "Assumptions: " + "; ".join(report.assumptions) + ".",
-    ]
-    if report.fits and not report.has_code:
-        lines.append("No code was made: memory is without it, compilation up to the assignment of buffers.")
-    if report.expert_exchange is not None:
-        lines.append(f"Experts: {report.expert_exchange.words}.")
-    if report.unknown_kernels:
-        names = ", ".join(f"{name} x {count}" for name, count in report.unknown_kernels.items())
-        lines.append(f"Kernels without a formula, not in the FLOPs: {names}.")
-    if report.advice:
-        lines += ["", "To make it fit:", *(f"- {way}" for way in report.advice)]
-    return "\n".join(lines) + "\n"
-
-
-def save_report(report: AotReport, path: Path) -> None:
-    """Writes `path` (JSON), and beside it `.md` and `.png`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(report), indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(report))
-    _picture(report, path.with_suffix(".png"))
-
-
-def to_json(report: AotReport) -> dict[str, object]:
-    """The record as JSON values; a collective's bytes are named `bytes`."""
-    collectives = [
-        {
-            "kind": use.kind,
-            "axis": use.axis,
-            "count": use.count,
-            "bytes": use.num_bytes,
-            "wire_bytes": use.wire_bytes,
-        }
-        for use in report.collectives
-    ]
-    return {**asdict(report), "collectives": collectives}
-
-
 def _needed(step: CompiledStep) -> int:
     if step.compiled is None:
-        return step.needed_bytes or 0
+        assert step.needed_bytes is not None  # or the compiler's failure would have been another one
+        return step.needed_bytes
     if isinstance(step.compiled, AssignedProgram):
         return step.compiled.hbm_bytes
     memory = step.compiled.memory_analysis()
@@ -292,29 +242,3 @@ def _needed(step: CompiledStep) -> int:
         + memory.temp_size_in_bytes
     )
     return int(max(peak, live)) + int(memory.generated_code_size_in_bytes)
-
-
-def _picture(report: AotReport, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
-    bottom = 0.0
-    for kind in ("parameter", "optimizer", "activation", "temporary"):
-        size = getattr(report, kind + "_bytes") / GIB
-        left.bar(["memory"], [size], bottom=bottom, label=kind)
-        bottom += size
-    left.axhline(report.hbm_limit_bytes / GIB, color="black", linestyle="--", label="limit")
-    left.set_ylabel("GiB per device")
-    left.legend(fontsize=7)
-    names = ("compute", "memory", "network")
-    right.bar(names, [getattr(report, name + "_seconds") for name in names])
-    right.set_ylabel("bound of the step, s")
-    figure.suptitle(
-        f"{report.topology}, {report.num_devices} devices, MFU {report.estimated_mfu:.0%}", fontsize=9
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

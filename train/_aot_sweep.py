@@ -60,7 +60,10 @@ def sweep(
 
 def ranked(reports: Sequence[AotReport]) -> list[AotReport]:
     """Those that fit, the fastest first, then those that do not, the smallest first."""
-    return sorted(
-        reports,
-        key=lambda r: (not r.fits, r.estimated_step_seconds if r.fits else r.hbm_bytes_per_device),
-    )
+
+    def place(report: AotReport) -> tuple[bool, float]:
+        if report.fits and report.counts is not None:
+            return False, report.counts.estimated_step_seconds
+        return True, float(report.hbm_bytes_per_device)
+
+    return sorted(reports, key=place)

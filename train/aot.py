@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ._aot_chip import chip_of
     from ._aot_compile import compile_step, topology_devices
     from ._aot_executable import save_executable
-    from ._aot_report import make_report, markdown, save_report
+    from ._aot_report import make_report
+    from ._aot_show import markdown, save_report
     from ._config_load import ConfigError, load_config
 
     try:
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) -> int:
-    from ._aot_report import GIB, AotReport, save_report, to_json
+    from ._aot_report import GIB, AotReport
+    from ._aot_show import mesh_words, save_report, sweep_table, to_json
     from ._aot_sweep import ranked, sweep
 
     reports: list[AotReport] = []
@@ -69,7 +71,7 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
             reports.append(result)
             size, seconds = result.hbm_bytes_per_device / GIB, result.compile_seconds
             print(
-                f"{_mesh_words(result)}, {result.remat}: {size:.3g} GiB, {seconds:.0f} s to compile",
+                f"{mesh_words(result)}, {result.remat}: {size:.3g} GiB, {seconds:.0f} s to compile",
                 file=sys.stderr,
             )
         else:
@@ -80,23 +82,12 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
             f"no mesh shape divides this work over {len(devices)} devices; change batch.num_rows or the topology"
         )
     best = ranked(reports)
-    print("| mesh | remat | fits | GiB | step s | MFU |")
-    print("|---|---|---|---|---|---|")
-    for report in best:
-        print(
-            f"| {_mesh_words(report)} | {report.remat} | {'yes' if report.fits else 'no'} |"
-            f" {report.hbm_bytes_per_device / GIB:.3g} | {report.estimated_step_seconds:.3g} |"
-            f" {report.estimated_mfu:.1%} |"
-        )
+    print(sweep_table(best))
     if best and options.json:
         save_report(best[0], options.json)
         every = json.dumps([to_json(report) for report in best], indent=1)
         options.json.with_suffix(".sweep.json").write_text(every + "\n")
     return 0 if any(report.fits for report in reports) else DOES_NOT_FIT
-
-
-def _mesh_words(report: Any) -> str:
-    return " x ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "1 device"
 
 
 def _parser() -> argparse.ArgumentParser:

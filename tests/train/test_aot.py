@@ -22,7 +22,8 @@ from train._aot_compile import (
     topology_devices,
 )
 from train._aot_executable import save_executable
-from train._aot_report import GIB, make_report, markdown, save_report
+from train._aot_report import GIB, Counts, make_report
+from train._aot_show import NOT_COUNTED, markdown, save_report
 from train._aot_sweep import POLICIES, candidates, ranked
 from train._compiler import compiler_options
 from train._mesh import MeshConfig, make_mesh
@@ -44,7 +45,9 @@ KEYS = {
 }
 OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
-    " Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G."
+    " Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.\n\nTotal hbm usage >= 121.00G:\n"
+    "    reserved        530.00M \n    program         104.60G \n    arguments        15.90G \n\n"
+    "  Largest program allocations in hbm:\n\n  1. Size: 1.46G\n"
 )
 V5P = chip_of("v5p:2x2x1")
 
@@ -63,10 +66,30 @@ def test_a_step_that_does_not_fit_says_how_much_is_missing_and_what_to_change(tm
     assert found.keys() >= KEYS
     assert found["fits"] is False
     assert found["hbm_bytes_per_device"] == int(120.5 * GIB)
-    assert found["estimated_mfu"] == 0
+    state = found["parameter_bytes"] + found["optimizer_bytes"]
+    assert found["temporary_bytes"] == int(120.5 * GIB) - state - found["activation_bytes"]
+    assert found["failure"] == OUT_OF_MEMORY
+    counted = {field.name for field in dataclasses.fields(Counts)}
+    assert {name for name in found if found[name] is None} == counted | {"expert_exchange"}
     text = markdown(report)
     assert "does not fit" in text
+    assert "| estimated step (s) | not counted |" in text
+    assert "    arguments        15.90G" in text
+    assert "Size: 1.46G" not in text  # the allocations are in the JSON
     assert "reduce_gradients=micro_step" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries"
+         " (228.67G) exceeds available HBM (15.75G). HLO module: jit_train_step.", 228.67),
+        ("Compilation failure: Aborting compilation early because it's unlikely to have enough device memory."
+         " Requires 20.50G, has 15.75G available.", 20.5),
+    ],
+)  # fmt: skip
+def test_every_way_to_say_that_memory_is_lacking_is_read(words, size):
+    assert needed_bytes(words) == int(size * GIB)
 
 
 @pytest.mark.slow
@@ -222,6 +245,7 @@ def test_a_sweep_says_what_it_tried_and_ranks_those_that_fit_first(tmp_path, mon
     rows = [line for line in said.out.splitlines() if line.startswith("| ")][1:]
     assert len(rows) + said.err.count("refused") == 9
     assert said.err.count("GiB") == len(rows)  # one line as each is done
+    assert all(row.count(NOT_COUNTED) == 2 for row in rows)
     sizes = [float(row.split("|")[4]) for row in rows]
     assert sizes == sorted(sizes)
     assert json.loads(out.read_text())["hbm_bytes_per_device"] == min(sizes) * GIB
@@ -241,7 +265,20 @@ def test_ranking_puts_the_fastest_that_fits_first(tmp_path):
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
     report = make_report(config, "v5p:2x2x1", V5P, CompiledStep(mesh, None, 1.0, 2.0, 3.0, 7 * GIB, ""))
     make = functools.partial(dataclasses.replace, report)
-    slow, fast = make(fits=True, estimated_step_seconds=2.0), make(fits=True, estimated_step_seconds=1.0)
+    counts = Counts(
+        flops_per_device=1,
+        model_flops_ratio=1.0,
+        bytes_per_device=1,
+        collectives=(),
+        unknown_kernels={},
+        compute_seconds=2.0,
+        memory_seconds=1.0,
+        network_seconds=1.0,
+        estimated_step_seconds=2.0,
+        estimated_mfu=0.5,
+    )
+    slow = make(fits=True, counts=counts)
+    fast = make(fits=True, counts=dataclasses.replace(counts, estimated_step_seconds=1.0))
     large, small = make(hbm_bytes_per_device=9 * GIB), make(hbm_bytes_per_device=8 * GIB)
     assert ranked([large, slow, small, fast]) == [fast, slow, small, large]
 

@@ -10,7 +10,8 @@ from model import ExchangeWork, ExpertExchange
 from tests.oracles.experts import copies_with_a_place
 from train._aot_chip import chip_of
 from train._aot_compile import CompiledStep
-from train._aot_report import make_report, markdown, to_json
+from train._aot_report import make_report
+from train._aot_show import markdown, to_json
 from train._config import config_warnings
 from train._exchange import dropped_words, exchange_words, exchange_work, expert_exchange, without_drops
 from train._hlo_count import count_program
@@ -105,7 +106,9 @@ def test_the_report_ahead_of_time_says_what_travels(tmp_path, overrides, kind, r
         tmp_path, "mesh.fsdp=2", "mesh.expert=2", "batch.gradient_accumulation_steps=1", *overrides
     )
     mesh = mesh_of(fsdp=2, expert=config.mesh.expert)
-    report = make_report(config, "v5p:2x2x1", chip_of("v5p:2x2x1"), CompiledStep(mesh, None, 1.0, 2.0, 3.0))
+    report = make_report(
+        config, "v5p:2x2x1", chip_of("v5p:2x2x1"), CompiledStep(mesh, None, 1.0, 2.0, 3.0, 4)
+    )
     facts = to_json(report)["expert_exchange"]
     if kind is None:
         assert facts is None
