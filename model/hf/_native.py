@@ -97,19 +97,18 @@ def import_hf(
     shapes = array_shapes(abstract_model(opened.config))
     assembly = Assembly(opened.rules, shapes)
     dtypes = {path: _dtype_of(opened, assembly, path, dtype) for path in shapes}
-    writer = ShardWriter(folder, {p: (shapes[p], dtypes[p]) for p in shapes}, max_shard_bytes=max_shard_bytes)
     order = sorted(opened.rules, key=lambda rule: opened.reader.tensors[opened.stored_names[rule.name]].file)
-    for number, rule in enumerate(order):
-        parts = rule.split(opened.read(rule), assembly.block_shapes(rule))
-        for leaf, part in zip(rule.leaves, parts, strict=True):
-            start = (
-                int(np.ravel_multi_index(rule.index, shapes[leaf][: len(rule.index)])) if rule.index else 0
-            )
-            writer.write(leaf, part.astype(dtypes[leaf]), start=start * part.size)
-        if progress is not None and ((number + 1) % 500 == 0 or number + 1 == len(order)):
-            progress(f"{number + 1}/{len(order)} {rule.name}")
+    plan = {path: (shapes[path], dtypes[path]) for path in shapes}
+    with ShardWriter(folder, plan, max_shard_bytes=max_shard_bytes, progress=progress) as writer:
+        for number, rule in enumerate(order):
+            parts = rule.split(opened.read(rule), assembly.block_shapes(rule))
+            for leaf, part in zip(rule.leaves, parts, strict=True):
+                leading = shapes[leaf][: len(rule.index)]
+                start = int(np.ravel_multi_index(rule.index, leading)) if rule.index else 0
+                writer.write(leaf, part.astype(dtypes[leaf]), start=start * part.size)
+            if progress is not None and ((number + 1) % 500 == 0 or number + 1 == len(order)):
+                progress(f"{number + 1}/{len(order)} {rule.name}")
     opened.reader.close()
-    writer.close()
     write_model_json(folder, opened.config, opened.hf)
     return opened.config
 

@@ -92,13 +92,12 @@ def write_hf(
     table = _table(config, layout=layout, fuse_experts=fuse_experts)
     assembly = Assembly(table, {name: tuple(array.shape) for name, array in arrays.items()})
     plan = {rule.name: (rule.shape, _stored_dtype(rule, dtype, arrays)) for rule in table}
-    writer = ShardWriter(folder, plan, max_shard_bytes=max_shard_bytes)
     on_host = _OnHost(arrays)
-    for number, rule in enumerate(sorted(table, key=lambda rule: rule.leaves)):
-        writer.write(rule.name, assembly.join(rule, on_host).astype(plan[rule.name][1]))
-        if progress is not None and (number + 1) % 500 == 0:
-            progress(f"{number + 1}/{len(table)} {rule.name}")
-    writer.close()
+    with ShardWriter(folder, plan, max_shard_bytes=max_shard_bytes, progress=progress) as writer:
+        for number, rule in enumerate(sorted(table, key=lambda rule: rule.leaves)):
+            writer.write(rule.name, assembly.join(rule, on_host).astype(plan[rule.name][1]))
+            if progress is not None and (number + 1) % 500 == 0:
+                progress(f"{number + 1}/{len(table)} {rule.name}")
     name = str(plan["lm_head.weight"][1])
     raw = write_hf_config(_with_facts_of(own, hf), layout=layout, dtype=name)
     (folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

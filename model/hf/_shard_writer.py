@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
 from ._errors import CheckpointError
+from ._partial import SUFFIX, open_partial, remove_partials
 from ._shards import DTYPE_NAMES, DTYPES, INDEX_NAME, SINGLE_NAME
 
 
@@ -16,7 +18,8 @@ class ShardWriter:
 
     The headers are written first and every block goes to its place with one `pwrite`, so that memory holds one block,
     and blocks may come in any order. A tensor larger than `max_shard_bytes` gets a shard of its own.
-    Files get their final names in `close`; a writer that is not closed leaves only `.partial` files.
+    A context: at its end files get their final names, and an error removes them. A process that is killed leaves
+    `.partial` files, which the next writer to the same folder removes.
     """
 
     def __init__(
@@ -25,6 +28,7 @@ class ShardWriter:
         tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]],
         *,
         max_shard_bytes: int = 5_000_000_000,
+        progress: Callable[[str], None] | None = None,
     ):
         """Plan the shards and write their headers.
 
@@ -32,9 +36,11 @@ class ShardWriter:
             path: Folder to write to; created when missing.
             tensors: Shape and dtype of every tensor, in file order.
             max_shard_bytes: Bytes of numbers in one shard.
+            progress: Called with a line of text when files of a killed process were removed.
 
         Raises:
             ValueError: `max_shard_bytes` is not positive or a dtype has no safetensors name.
+            CheckpointError: Another process writes to the folder.
         """
         if max_shard_bytes <= 0:
             raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
@@ -50,8 +56,30 @@ class ShardWriter:
             [SINGLE_NAME] if len(plan) == 1 else [_shard_name(i, len(plan)) for i in range(len(plan))]
         )
         self._weight_map: dict[str, str] = {}
-        for index, names in enumerate(plan):
-            self._start_shard(index, names)
+        self._left: list[str] = []
+        try:
+            for index, names in enumerate(plan):
+                self._start_shard(index, names)
+            # Not before: two writers that start together see each other's files.
+            self._left += remove_partials(self.path, [f"{name}{SUFFIX}" for name in self._names])
+        except BaseException:
+            self._remove()
+            raise
+        if self._left and progress is not None:
+            progress(f"removed what a killed process left: {min(self._left)}, {len(self._left)} in all")
+
+    def __enter__(self) -> "ShardWriter":
+        """This writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`, or after an error the files are removed."""
+        if kind is None:
+            self.close()
+        else:
+            self._remove()
 
     def write(self, name: str, array: np.ndarray, *, start: int = 0) -> None:
         """Write a block of a tensor's numbers in row-major order.
@@ -86,19 +114,29 @@ class ShardWriter:
             for n, size in sizes.items()
             if self._written[n] != size
         ]
-        for handle in self._handles:
-            os.close(handle)
-        self._handles = []
         if missing:
+            self._remove()
             raise CheckpointError(missing)
         for name in self._names:
-            os.replace(self.path / f"{name}.partial", self.path / name)
+            os.replace(self.path / f"{name}{SUFFIX}", self.path / name)
+        self._close_handles()
         if len(self._names) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": dict(sorted(self._weight_map.items())),
             }
             (self.path / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _remove(self) -> None:
+        """Removes the files that this writer opened."""
+        for name, _ in zip(self._names, self._handles, strict=False):
+            (self.path / f"{name}{SUFFIX}").unlink(missing_ok=True)
+        self._close_handles()
+
+    def _close_handles(self) -> None:
+        for handle in self._handles:
+            os.close(handle)
+        self._handles = []
 
     def _start_shard(self, index: int, names: list[str]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -116,10 +154,10 @@ class ShardWriter:
         text += b" " * (
             -len(text) % 8
         )  # the numbers start on a multiple of 8 bytes, as other writers have it
-        handle = os.open(
-            self.path / f"{self._names[index]}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
-        )
+        path = self.path / f"{self._names[index]}{SUFFIX}"
+        handle, was_left = open_partial(path)
         self._handles.append(handle)
+        self._left += [path.name] * was_left
         os.write(handle, len(text).to_bytes(8, "little"))
         os.write(handle, text)
         os.ftruncate(handle, 8 + len(text) + offset)

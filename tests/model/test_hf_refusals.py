@@ -1,5 +1,7 @@
 """What the checkpoint commands refuse: one clear line each, exit code 2, and nothing written."""
 
+import errno
+import fcntl
 import json
 import pathlib
 import pickle
@@ -11,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from model import generate
 from model.hf.__main__ import main
+from model.hf._shard_writer import ShardWriter
 
 SOURCE = pathlib.Path(__file__).parents[1] / "golden" / "ling3" / "data" / "g2_base"
 INDEX = "model.safetensors.index.json"
@@ -68,6 +71,40 @@ def test_target_that_is_a_file_is_refused(folder, capsys, tmp_path):
     assert "is a file; name a folder to write" in _refusal(["import", folder, tmp_path / "file"], capsys)[0]
     assert "Not a directory" in _refusal(["import", folder, tmp_path / "file" / "x"], capsys)[0]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_a_killed_import_left_is_removed_and_named(folder, capsys, tmp_path):
+    target = tmp_path / "ours"
+    target.mkdir()
+    for name in ("model.safetensors.partial", "model-00001-of-00002.safetensors.partial", "mine.partial"):
+        (target / name).write_bytes(b"x" * 10**6)
+    assert main(["import", str(folder), str(target)]) == 0
+    assert "left: model-00001-of-00002.safetensors.partial, 2 in all" in capsys.readouterr().err
+    assert {p.name for p in target.iterdir()} == {"model.json", "model.safetensors", "mine.partial"}
+    assert (target / "model.safetensors").stat().st_size < 10**6
+    assert len(load_file(target / "model.safetensors")) > 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.partial", "model-00001-of-00002.safetensors.partial"])
+def test_folder_that_another_process_writes_to_is_left_alone(name, folder, capsys, tmp_path):
+    target = tmp_path / "ours"
+    target.mkdir()
+    with (target / name).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b"half")
+        file.flush()
+        assert "another process is writing it" in _refusal(["import", folder, target, "--quiet"], capsys)[0]
+        assert [p.name for p in target.iterdir()] == [name]
+        assert (target / name).read_bytes() == b"half"
+
+
+def test_full_disk_leaves_nothing_behind(folder, capsys, tmp_path, monkeypatch):
+    def write(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "write", write)
+    assert "No space left" in _refusal(["import", folder, tmp_path / "ours", "--quiet"], capsys)[0]
+    assert list((tmp_path / "ours").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "model.json", "a.safetensors", "pytorch_model.bin"])
