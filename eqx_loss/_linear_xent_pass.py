@@ -102,7 +102,9 @@ def fused_pass(
     rest, rest_count = _visits(tokens.scored, token_cut, except_for=weighted)
 
     def visit_rest(k: Int[Array, ""], losses: Losses) -> Losses:
-        return _visit_loss(rest[k], losses, tokens, unembed, rules, token_cut, cut)
+        # Of the one tile of a device the compiler would else form the scores before the loop, visited or not.
+        own, _ = jax.lax.optimization_barrier((tokens, k))
+        return _visit_loss(rest[k], losses, own, unembed, rules, token_cut, cut)
 
     # Either loop may visit every tile, but not both: costs are counted for a batch whose tokens all weigh.
     losses = repeat(rest_count, visit_rest, losses, expected=0)

@@ -179,7 +179,7 @@ def _meeting_axes(sharding: XentSharding | None, axes: tuple[str, ...]) -> tuple
     """Mesh axes whose devices must visit the same tiles."""
     if sharding is None:
         return ()
-    return axes if sharding.inside_shard_map else tuple(sharding.mesh.axis_names)
+    return axes if sharding.inside_shard_map else sharding.mapped_axes
 
 
 def _backend(execution: XentExecution) -> Backend:

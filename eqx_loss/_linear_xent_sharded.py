@@ -103,9 +103,11 @@ def _map(body: Callable[..., Any], plan: XentPlan, arguments: str, results: str)
     }
     outputs = [specs[letter] for letter in results]
     # Gradients are summed by hand below, so the replication check has nothing to add.
+    is_nested = len(sharding.mapped_axes) < len(sharding.mesh.axis_names)
     return jax.shard_map(
         body,
-        mesh=sharding.mesh,
+        mesh=None if is_nested else sharding.mesh,  # that of the `shard_map` around
+        axis_names=frozenset(sharding.mapped_axes),
         in_specs=tuple(specs[letter] for letter in arguments),
         out_specs=tuple(outputs) if len(outputs) > 1 else outputs[0],
         check_vma=False,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
@@ -120,7 +121,9 @@ class XentSharding:
         max_gathered_bytes: Budget of "auto", bytes a device.
         inside_shard_map: True where the call stands inside a `shard_map` already: the arguments are
             one device's parts, `unembed` is cut by `vocab` alone, and summing its gradient over the
-            devices with other tokens is the caller's.
+            devices with other tokens is the caller's. False inside a `shard_map` over other axes:
+            the arguments are whole along the axes named here, and tokens and columns are those of
+            one device along the others.
     """
 
     mesh: Mesh
@@ -164,6 +167,12 @@ class XentSharding:
         if entry is None:
             return ()
         return (entry,) if isinstance(entry, str) else tuple(entry)
+
+    @property
+    def mapped_axes(self) -> tuple[str, ...]:
+        """Mesh axes that a `shard_map` around this call, if any, has left to it."""
+        around = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(axis for axis in self.mesh.axis_names if axis not in around)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Number of devices along these axes together."""

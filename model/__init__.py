@@ -33,6 +33,8 @@ from ._parallel import cut_dimension as cut_dimension
 from ._parallel import gathered as gathered
 from ._parallel import is_expert as is_expert
 from ._parallel import sum_scattered as sum_scattered
+from ._parallel_tensor import on_own_cut as on_own_cut
+from ._parallel_tensor import tensor_dimension as tensor_dimension
 from ._parallel_weights import Cut as Cut
 from ._parallel_weights import looks_up as looks_up
 from ._param import ParamSpec as ParamSpec

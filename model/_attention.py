@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from ._blockwise import blockwise_attention, max_attention_logits
 from ._parallel_positions import all_heads, is_cut, repeat_heads, to_heads, to_positions, whole_rows
+from ._parallel_tensor import on_own_heads
 from ._rows import Rows
 from ._splash import splash_attention, splash_supports
 
@@ -33,15 +34,24 @@ def causal_attention(
         record_max_logits: Also return the largest scaled logit of each head over the pairs that count (padding
             does not; -inf when there is none). No gradient.
     """
+
+    def own(qkv: tuple[Array, Array, Array], _: None, rows: Rows) -> tuple[Array, Array | None]:
+        return _attention(*qkv, rows, scale, record_max_logits)
+
+    return on_own_heads(own, (q, k, v), None, rows)
+
+
+def _attention(
+    q: Array, k: Array, v: Array, rows: Rows, scale: float, record_max_logits: bool
+) -> tuple[Float[Array, "B S H U"], Float[Array, " H"] | None]:
+    """`causal_attention` of the heads of one device."""
     if is_cut(rows):
         q, k, v = (
             to_heads(q, rows),
             to_heads(repeat_heads(k, rows), rows),
             to_heads(repeat_heads(v, rows), rows),
         )
-        out, top = causal_attention(
-            q, k, v, whole_rows(rows), scale=scale, record_max_logits=record_max_logits
-        )
+        out, top = _attention(q, k, v, whole_rows(rows), scale, record_max_logits)
         return to_positions(out, rows), all_heads(top, rows)
     batch, length, num_heads, _ = q.shape
     q = q * jnp.asarray(scale, dtype=q.dtype)

@@ -14,6 +14,7 @@ from ._kda import DecayGate, kda_gated_chunked, l2_normalize
 from ._linear import init_normal, project
 from ._norm import rms_norm
 from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
+from ._parallel_tensor import on_own_heads
 from ._param import matrix, param
 from ._precision import widen
 from ._random import uniform
@@ -42,20 +43,12 @@ class Kda(eqx.Module):
     def __call__(self, x: Float[Array, "B S D"], rows: Rows) -> Float[Array, "B S D"]:
         """The layer on whole rows; every document starts with an empty state."""
         axes = rows.axes
-        raw = [to_heads(constrain(y, "B S H K", axes), rows) for y in self.raw_queries_keys_values(x)]
-        segment_ids = whole_rows(rows).segment_ids
-        q, k, v = (
-            jnp.reshape(
-                silu_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), segment_ids),
-                y.shape,
-            )
-            for y, weight in zip(raw, (own_heads(weight, rows) for weight in self.conv_weights))
+        raw = tuple(constrain(y, "B S H K", axes) for y in self.raw_queries_keys_values(x))
+        forget = project("bsd,dhk->bshk", x, self.forget, is_gate=True)
+        heads, _ = on_own_heads(
+            _recurrence, (raw, forget, self.write_strength(x)), (self.conv_weights, self.decay_gate), rows
         )
-        forget = to_heads(project("bsd,dhk->bshk", x, self.forget, is_gate=True), rows)
-        strength = to_heads(self.write_strength(x), rows)
-        gate = jax.tree.map(lambda weight: own_heads(weight, rows), self.decay_gate)
-        heads, _ = kda_gated_chunked(q, k, v, forget, strength, gate, segment_ids=segment_ids)
-        return self.project_out(constrain(to_positions(heads, rows), "B S H K", axes), x)
+        return self.project_out(constrain(heads, "B S H K", axes), x)
 
     @property
     def conv_weights(self) -> tuple[Float[Array, "H K W"], Float[Array, "H K W"], Float[Array, "H K W"]]:
@@ -95,6 +88,23 @@ class Kda(eqx.Module):
         gate = jax.nn.sigmoid(widen(project("bsd,dhk->bshk", x, self.gate)))
         heads = rms_norm(widen(heads), self.out_norm, self.norm_eps) * gate
         return project("bshk,hkd->bsd", heads.astype(x.dtype), self.out)
+
+
+def _recurrence(
+    activations: tuple[tuple[Array, Array, Array], Array, Array],
+    weights: tuple[tuple[Array, Array, Array], DecayGate],
+    rows: Rows,
+) -> tuple[Float[Array, "B S H K"], None]:
+    """Convolutions and the recurrence on whole rows."""
+    raw, forget, strength = jax.tree.map(lambda y: to_heads(y, rows), activations)
+    conv_weights, gate = jax.tree.map(lambda weight: own_heads(weight, rows), weights)
+    segment_ids = whole_rows(rows).segment_ids
+    q, k, v = (
+        jnp.reshape(silu_conv1d(_merge(y), jnp.reshape(weight, (-1, weight.shape[-1])), segment_ids), y.shape)
+        for y, weight in zip(raw, conv_weights, strict=True)
+    )
+    heads, _ = kda_gated_chunked(q, k, v, forget, strength, gate, segment_ids=segment_ids)
+    return to_positions(heads, rows), None
 
 
 def _merge(x: Float[Array, "B S H K"]) -> Float[Array, "B S HK"]:

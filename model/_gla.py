@@ -12,6 +12,7 @@ from ._lightning import lightning_chunked
 from ._linear import init_normal, project
 from ._norm import rms_norm
 from ._parallel_positions import own_heads, to_heads, to_positions, whole_rows
+from ._parallel_tensor import on_own_heads
 from ._param import matrix, param
 from ._precision import widen
 from ._rows import Rows
@@ -36,12 +37,8 @@ class Lightning(eqx.Module):
         self, x: Float[Array, "B S D"], rows: Rows, slopes: Float[Array, " H"]
     ) -> Float[Array, "B S D"]:
         """The layer on whole rows; every document starts with an empty state. `slopes` are the decay rates."""
-        q, k, v = self.queries_keys_values(x, rows)
-        q, k, v = (to_heads(y, rows) for y in (q, k, v))
-        heads, _ = lightning_chunked(
-            q, k, v, own_heads(slopes, rows), segment_ids=whole_rows(rows).segment_ids
-        )
-        return self.project_out(constrain(to_positions(heads, rows), "B S H K", rows.axes), x)
+        heads, _ = on_own_heads(_recurrence, self.queries_keys_values(x, rows), slopes, rows)
+        return self.project_out(constrain(heads, "B S H K", rows.axes), x)
 
     def queries_keys_values(
         self, x: Float[Array, "B S D"], rows: Rows
@@ -65,6 +62,15 @@ class Lightning(eqx.Module):
         gate = jax.nn.sigmoid(widen(project("bsd,dhk->bshk", x, self.gate)))
         heads = (jnp.reshape(normed, heads.shape) * gate).astype(x.dtype)
         return project("bshk,hkd->bsd", heads, self.out)
+
+
+def _recurrence(
+    qkv: tuple[Array, Array, Array], slopes: Float[Array, " H"], rows: Rows
+) -> tuple[Float[Array, "B S H K"], None]:
+    """The recurrence on whole rows."""
+    q, k, v = (to_heads(y, rows) for y in qkv)
+    heads, _ = lightning_chunked(q, k, v, own_heads(slopes, rows), segment_ids=whole_rows(rows).segment_ids)
+    return to_positions(heads, rows), None
 
 
 def init_lightning(

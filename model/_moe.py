@@ -4,11 +4,12 @@ Nothing is dropped, unless a mesh with an expert axis is given a buffer that is 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 from ._config import MoeConfig
@@ -20,6 +21,7 @@ from ._grouped import grouped_matmul, quantized_grouped_matmul
 from ._linear import init_normal
 from ._parallel import Parallel
 from ._parallel_experts import Copies, run_across
+from ._parallel_tensor import alone, cut_along, on_own_cut, sum_of_cuts
 from ._parallel_visits import run_visited
 from ._parallel_weights import whole, whole_beside, whole_field
 from ._param import matrix
@@ -60,9 +62,7 @@ class Moe(eqx.Module):
         tokens = jnp.reshape(x, (batch * length, width))
         chosen = jnp.reshape(routing.experts, (batch * length, -1))
         weights = jnp.reshape(routing.weights, chosen.shape)
-        y, overflow = run_experts(
-            self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel
-        )
+        y, overflow = _run_own(self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel)
         y = jnp.reshape(y, x.shape)
         if self.shared is not None:
             y = y + self.shared(x, rows.axes, constants.shared_limit)
@@ -83,11 +83,9 @@ def whole_moe(moe: Moe, parallel: Parallel | None) -> Moe:
 
 def gathered_experts(experts: Experts, parallel: Parallel) -> Experts | GatheredExperts:
     """`whole` of `experts`, gate and up side by side where they travel anyway."""
-    # Not on CPUs, where blocks read one matrix after the other, nor where the tensor axis cuts each of them; in 8 bits
-    # each has scales of its own.
+    # Not on CPUs, where blocks read one matrix after the other; in 8 bits each has scales of its own.
     if (
         parallel.platform == "cpu"
-        or parallel.exchange.expert_cuts > 1
         or not (parallel.fsdp_axes or parallel.context_axis)
         or parallel.expert_axis is not None
         or current_quantization() is not None
@@ -97,6 +95,32 @@ def gathered_experts(experts: Experts, parallel: Parallel) -> Experts | Gathered
         gate_up=whole_beside(experts, ("gate", "up"), parallel),
         down=whole_field(experts, "down", parallel),
     )
+
+
+def _run_own(
+    experts: Experts | GatheredExperts,
+    tokens: Float[Array, "T D"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    limit: Float[Array, ""] | None,
+    parallel: Parallel | None,
+) -> tuple[Float[Array, "T D"], Int[Array, ""] | None]:
+    """`run_experts`, each device a part of the width of every expert where the tensor axis cuts it.
+
+    Sums over devices are of tokens: the compiler alone would add up every copy.
+    """
+    if parallel is None or parallel.tensor_axis is None:
+        return run_experts(experts, tokens, chosen, weights, limit, parallel)
+
+    def own(experts: Any, tokens: Array, chosen: Array, weights: Array, limit: Array | None) -> Any:
+        y, overflow = run_experts(experts, tokens, chosen, weights, limit, alone(parallel))
+        return sum_of_cuts(y, parallel), overflow
+
+    whole, columns, rows = PartitionSpec(), cut_along(2, parallel), cut_along(1, parallel)
+    cuts = jax.tree.map(lambda _: columns, experts)
+    cuts = eqx.tree_at(lambda tree: tree.down, cuts, rows)
+    run = on_own_cut(own, parallel, (cuts, *[whole] * 4), whole)
+    return run(experts, tokens, chosen, weights, limit)
 
 
 def run_experts(

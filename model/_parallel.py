@@ -28,12 +28,14 @@ ALIGNED = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Mesh axes, all of them manual where the model runs.
+    """Mesh axes, all of them but `tensor_axis` manual where the model runs.
 
     Attributes:
         fsdp_axes: Axes that cut every weight.
         expert_axis: Axis that holds the experts; it cuts weights without an expert dimension as well.
         context_axis: Axis that cuts the positions, and the weights like `fsdp_axes`.
+        tensor_axis: Axis that cuts heads, ffn widths and the vocabulary. The compiler divides the work along it, but
+            for what runs `on_own_cut`.
         whole_experts: All these axes together divide the number of experts: a device keeps some of them whole, not a
             part of each. Gathered they lie side by side, with nothing to rearrange.
         sizes: Size of each named axis.
@@ -46,6 +48,7 @@ class Parallel:
     fsdp_axes: tuple[str, ...] = ()
     expert_axis: str | None = None
     context_axis: str | None = None
+    tensor_axis: str | None = None
     whole_experts: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     gather_dtype: Literal["float32", "bfloat16"] = "float32"

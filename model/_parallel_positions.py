@@ -7,6 +7,7 @@ need no care.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +75,13 @@ def own_heads(weight: Float[Array, "H *rest"], rows: Rows) -> Float[Array, "H2 *
 
 
 def repeat_heads(x: Float[Array, "B S J K"], rows: Rows) -> Float[Array, "B S J2 K"]:
-    """Key or value heads, repeated when there are fewer of them than devices."""
+    """Key or value heads, each repeated where they do not divide over the devices, until they do."""
     parallel = rows.parallel
     if parallel is None or parallel.context_axis is None:
         return x
-    count = parallel.size(parallel.context_axis)
-    return jnp.repeat(x, count // x.shape[2], axis=2) if count % x.shape[2] == 0 else x
+    num_heads = x.shape[2]
+    times = math.lcm(num_heads, parallel.size(parallel.context_axis)) // num_heads
+    return x if times == 1 else jnp.repeat(x, times, axis=2)
 
 
 def all_heads(top: Float[Array, " H2"] | None, rows: Rows) -> Float[Array, " H"] | None:

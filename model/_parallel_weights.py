@@ -18,14 +18,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from ._parallel import Parallel, cut_axes, cut_dimension, gathered, sum_scattered
+from ._parallel_tensor import cut_along, on_own_cut, tensor_dimension
 from ._param import ParamSpec, field_spec, param_specs
 
 M = TypeVar("M", bound=eqx.Module)
 
-# Cut axis, mesh axes, dtype that travels, the mesh, weights that are gathered as one, and for sinks the dtype of the
-# gradient.
-GatherOptions = tuple[int, tuple[str, ...], str, Parallel, int]
-SinkOptions = tuple[int, tuple[str, ...], str, Parallel, int, str]
+# Cut axis, mesh axes, dtype that travels, the mesh, axis cut over tensor, weights that are gathered as one, and for
+# sinks the dtype of the gradient.
+GatherOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, int]
+SinkOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, int, str]
 
 
 class Cut(eqx.Module):
@@ -98,9 +99,11 @@ def looks_up(spec: ParamSpec, is_tied: bool) -> bool:
 
 def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) -> bool:
     """Rematerialization policy: everything is kept for the backward pass but what was gathered."""
-    # A policy sees a custom derivative from outside: the gather of a weight is hidden in it.
-    inside = params["call_jaxpr"].eqns if primitive.name == "custom_vjp_call" else ()
-    return all(name != "all_gather" for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
+    # A policy sees a custom derivative from outside: the gather of a weight is hidden in it, or in a `shard_map` in it.
+    if primitive.name not in ("custom_vjp_call", "shard_map"):
+        return primitive.name != "all_gather"
+    inside = params["call_jaxpr" if primitive.name == "custom_vjp_call" else "jaxpr"]
+    return all(keep_cut(eqn.primitive, **eqn.params) for eqn in inside.eqns)
 
 
 def _whole_leaves(leaves: tuple[Array | Cut, ...], spec: ParamSpec, parallel: Parallel) -> Array:
@@ -111,9 +114,10 @@ def _whole_leaves(leaves: tuple[Array | Cut, ...], spec: ParamSpec, parallel: Pa
     # The router scores in float32 from float32 weights: its choices must not depend on the mesh.
     dtype = "float32" if "E" in spec.columns.split() else parallel.gather_dtype
     sinks = tuple(leaf.sink for leaf in leaves if isinstance(leaf, Cut))
+    options = (axis, names, dtype, parallel, tensor_dimension(spec), len(shards))
     if sinks:
-        return _gather_to_sink(shards, sinks, (axis, names, dtype, parallel, len(sinks), str(sinks[0].dtype)))
-    return _gather(shards, (axis, names, dtype, parallel, len(shards)))
+        return _gather_to_sink(shards, sinks, (*options, str(sinks[0].dtype)))
+    return _gather(shards, options)
 
 
 def _beside(parts: Sequence[Array]) -> Array:
@@ -144,8 +148,13 @@ def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Flo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(shards: tuple[Float[Array, "..."], ...], options: GatherOptions) -> Float[Array, "..."]:
-    axis, names, dtype, parallel, _ = options
-    return gathered(_beside([_cast_cut(x, dtype, parallel) for x in shards]), axis, names, parallel)
+    axis, names, dtype, parallel, tensor, _ = options
+
+    def gather(shards: tuple[Array, ...]) -> Array:
+        return gathered(_beside([_cast_cut(x, dtype, parallel) for x in shards]), axis, names, parallel)
+
+    part = cut_along(tensor, parallel)
+    return on_own_cut(gather, parallel, (part,), part)(shards)
 
 
 def _gather_forward(shards: tuple[Array, ...], options: GatherOptions) -> tuple[Array, None]:
@@ -154,9 +163,14 @@ def _gather_forward(shards: tuple[Array, ...], options: GatherOptions) -> tuple[
 
 def _gather_backward(options: GatherOptions, residuals: None, grad: Array) -> tuple[tuple[Array, ...]]:
     del residuals
-    axis, names, _, parallel, count = options
-    part = sum_scattered(grad, axis, names, parallel.reduce_dtype, parallel)
-    return (_apart(part.astype(jnp.float32), count),)
+    axis, names, _, parallel, tensor, count = options
+
+    def scatter(grad: Array) -> tuple[Array, ...]:
+        own = sum_scattered(grad, axis, names, parallel.reduce_dtype, parallel)
+        return _apart(own.astype(jnp.float32), count)
+
+    part = cut_along(tensor, parallel)
+    return (on_own_cut(scatter, parallel, part, part)(grad),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -180,7 +194,7 @@ def _sink_backward(
     options: SinkOptions, residuals: None, grad: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     del residuals
-    axis, names, _, parallel, count, sink_dtype = options
+    axis, names, _, parallel, _, count, sink_dtype = options
     shape = list(grad.shape)
     shape[axis] //= math.prod(parallel.size(name) for name in names)
     return _apart(jnp.zeros(shape, jnp.float32), count), _apart(grad.astype(sink_dtype), count)

@@ -136,9 +136,10 @@ def micro_totals(
         mask=jnp.concatenate([weights.lm_mask[None], weights.mtp_mask]),
         rules=XentRules(z_loss_multiplier=(plan.semantics.z_loss_multiplier, *[0.0] * num_depths)),
         execution=XentExecution(
+            sharding=plan.layout.output_sharding,
             backend=plan.layout.backend,
             compute_dtype=hidden.dtype,
-            max_logits_bytes=max(KEPT_LOGITS, 2 * unembed.size) if plan.layout.backend == "tpu" else None,
+            max_logits_bytes=_kept_logits(plan, unembed),
         ),
     )
     terms, counts, overflow = None, None, None
@@ -191,6 +192,12 @@ def _forward(plan: GradientPlan, model: Transformer, example: Examples) -> Model
         router_mask=example.weights.router_mask,
         parallel=plan.parallel,
     )
+
+
+def _kept_logits(plan: GradientPlan, unembed: Float[Array, "D V"]) -> int | None:
+    if plan.layout.backend != "tpu":
+        return None
+    return max(KEPT_LOGITS, 2 * unembed.size // plan.parallel.size(plan.parallel.tensor_axis))
 
 
 def _batch_counts(plan: GradientPlan, counts: Int[Array, "L E"], known: Array | None) -> Array | None:

@@ -1,6 +1,7 @@
 """Where the gradient of each parameter is computed, added up and kept."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from model import Cut, Parallel, ParamSpec, cut_axes, cut_dimension, looks_up, sum_scattered
+from eqx_loss import XentSharding
+from model import Cut, Parallel, ParamSpec, cut_axes, cut_dimension, looks_up, on_own_cut, sum_scattered
 
 from ._mesh import MESH_AXES, TENSOR
 
@@ -44,6 +46,13 @@ class GradientLayout:
         """Platform of the mesh, which need not be that of this process when compiling ahead of time."""
         platform = self.mesh.devices.flat[0].platform
         return "gpu" if platform in ("cuda", "rocm") else platform
+
+    @property
+    def output_sharding(self) -> XentSharding | None:
+        """How the output layer divides the vocabulary inside the step; None where no axis does."""
+        if self.mesh.shape[TENSOR] == 1:
+            return None
+        return XentSharding(mesh=self.mesh, vocab=(TENSOR,), unembed=PartitionSpec(None, TENSOR))
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -104,17 +113,31 @@ def reduce_gradient(
             grad = jax.lax.psum(grad.astype(dtype), tuple(left))
         return grad.astype(jnp.float32)
 
-    return jax.tree.map(reduce, grads, layout.specs, layout.partitions, layout.gradient_partitions)
+    def reduce_own(grad: Array, spec: ParamSpec, partition: PartitionSpec, wanted: PartitionSpec) -> Array:
+        own = tensor_part(partition)
+        return on_own_cut(lambda grad: reduce(grad, spec, partition, wanted), layout.parallel, own, own)(grad)
+
+    return jax.tree.map(reduce_own, grads, layout.specs, layout.partitions, layout.gradient_partitions)
 
 
 def manual_part(partitions: PyTree) -> PyTree:
-    """`partitions` without the tensor axis, which no `shard_map` of the step handles."""
+    """`partitions` without the tensor axis, which the `shard_map` of the step does not handle."""
 
-    def drop(partition: PartitionSpec) -> PartitionSpec:
-        groups = [tuple(n for n in names if n != TENSOR) for names in _groups(partition)]
-        return PartitionSpec(*(group or None for group in groups))
+    return jax.tree.map(
+        lambda partition: _only(partition, lambda name: name != TENSOR),
+        partitions,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
 
-    return jax.tree.map(drop, partitions, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+def tensor_part(partition: PartitionSpec) -> PartitionSpec:
+    """What `manual_part` leaves out."""
+    return _only(partition, lambda name: name == TENSOR)
+
+
+def _only(partition: PartitionSpec, is_kept: Callable[[str], bool]) -> PartitionSpec:
+    groups = [tuple(name for name in names if is_kept(name)) for names in _groups(partition)]
+    return PartitionSpec(*(group or None for group in groups))
 
 
 def _gathered(layout: GradientLayout, spec: ParamSpec) -> tuple[int | None, tuple[str, ...]]:

@@ -82,13 +82,14 @@ class MeshWork:
     """What a mesh has to divide: the sizes of one training step.
 
     `num_rows` and `num_positions` are those of the global batch; `num_experts` is 0 for a model without
-    experts.
+    experts, `num_kv_heads` for one whose heads share no keys and values.
     """
 
     num_rows: int
     num_positions: int
     gradient_accumulation_steps: int
     num_heads: int
+    num_kv_heads: int = 0
     num_experts: int
     vocab_size: int
     ffn_sizes: tuple[int, ...] = ()
@@ -170,12 +171,18 @@ def check_mesh(mesh: Mesh, work: MeshWork) -> None:
         (work.num_positions, "positions", CONTEXT),
         (work.num_experts, "experts", EXPERT),
         (work.num_heads, "heads", TENSOR),
+        (work.num_kv_heads, "key/value heads", TENSOR),
         (work.vocab_size, "vocabulary entries", TENSOR),
         *((size, "ffn units", TENSOR) for size in work.ffn_sizes),
         (work.model_size, "model width", FSDP),
     ):
         if count % shape[name]:
             problems.append(f"{count} {what} do not divide over mesh axis {name}={shape[name]}")
+    if work.num_heads % shape[TENSOR] == 0 and work.num_heads // shape[TENSOR] % shape[CONTEXT]:
+        problems.append(
+            f"{work.num_heads} heads do not divide over mesh axes {TENSOR}={shape[TENSOR]} x"
+            f" {CONTEXT}={shape[CONTEXT]}: their product must be a divisor"
+        )
     if problems:
         raise ValueError(
             "mesh " + " x ".join(f"{k} {v}" for k, v in shape.items()) + ": " + "; ".join(problems)

@@ -20,6 +20,7 @@ def mesh_work(config: Config) -> MeshWork:
         num_positions=config.batch.num_positions,
         gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
         num_heads=_common_heads(model),
+        num_kv_heads=0 if model.gqa is None else model.gqa.num_kv_heads,
         num_experts=0 if moe is None else moe.num_experts,
         vocab_size=model.vocab_size,
         ffn_sizes=tuple(size for size in ffn_sizes if size),

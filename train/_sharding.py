@@ -7,13 +7,21 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from model import ExpertExchange, MoeConfig, Parallel, ParamSpec, cut_axes, cut_dimension, is_expert
+from model import (
+    ExpertExchange,
+    MoeConfig,
+    Parallel,
+    ParamSpec,
+    cut_axes,
+    cut_dimension,
+    is_expert,
+    tensor_dimension,
+)
 
 from ._mesh import CONTEXT, DATA, EXPERT, FSDP, ROW_AXES, TENSOR
 from ._optimizer import parameter_paths
 
 Dtype = Literal["float32", "bfloat16"]
-TENSOR_LETTERS = frozenset("HJFV")
 BATCH_SPEC = PartitionSpec(ROW_AXES, CONTEXT)
 
 
@@ -25,13 +33,14 @@ def make_parallel(
     reduce_dtype: Dtype,
     exchange: ExpertExchange | None = None,
 ) -> Parallel:
-    """The mesh axes a model is told of: those of more than one device, data and tensor apart."""
+    """The mesh axes a model is told of: those of more than one device, data apart."""
     num_experts = 0 if moe is None else moe.num_experts
     wide = {name: size for name, size in mesh.shape.items() if size > 1}
     return Parallel(
         fsdp_axes=(FSDP,) if FSDP in wide else (),
         expert_axis=EXPERT if EXPERT in wide else None,
         context_axis=CONTEXT if CONTEXT in wide else None,
+        tensor_axis=TENSOR if TENSOR in wide else None,
         whole_experts=num_experts % math.prod(mesh.shape[name] for name in (EXPERT, FSDP, CONTEXT)) == 0,
         sizes=tuple(wide.items()),
         gather_dtype=gather_dtype,
@@ -60,7 +69,7 @@ def parameter_partition(
     if is_expert(spec) and parallel.expert_axis is not None:
         names[letters.index("E")] = (parallel.expert_axis, *names[letters.index("E")])
     if mesh.shape[TENSOR] > 1:
-        wide = next((i for i, letter in enumerate(letters) if letter in TENSOR_LETTERS), None)
+        wide = tensor_dimension(spec)
         if wide is not None:
             names[wide] = (*names[wide], TENSOR)
     for letter, size, group in zip(letters, shape, names, strict=True):

@@ -136,12 +136,14 @@ def test_partitioned_by_the_compiler(x64):
     _assert_equal(_program(XentExecution(tiling=TILING))(*_placed(case, sharding)), case)
 
 
-def test_inside_a_shard_map(x64):
+@pytest.mark.parametrize("handles_columns", [True, False])
+def test_inside_a_shard_map(x64, handles_columns):
+    """Over all axes of the mesh, or over the others than the vocabulary's alone."""
     case = _case()
     mesh = _mesh(data=2, tensor=4)
-    sharding = XentSharding(
-        mesh=mesh, vocab=("tensor",), unembed=PartitionSpec(None, "tensor"), inside_shard_map=True
-    )
+    columns = PartitionSpec(None, "tensor")
+    sharding = XentSharding(mesh=mesh, vocab=("tensor",), unembed=columns, inside_shard_map=handles_columns)
+    columns = columns if handles_columns else PartitionSpec()
     program = _program(XentExecution(sharding=sharding, tiling=TILING))
     per_token = PartitionSpec(None, "data")
 
@@ -154,8 +156,9 @@ def test_inside_a_shard_map(x64):
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(per_token, PartitionSpec(None, "tensor"), per_token, per_token, per_token),
-        out_specs=(PartitionSpec(), PartitionSpec("data"), per_token, PartitionSpec(None, "tensor")),
+        in_specs=(per_token, columns, per_token, per_token, per_token),
+        out_specs=(PartitionSpec(), PartitionSpec("data"), per_token, columns),
+        axis_names=set(mesh.axis_names) - (set() if handles_columns else {"tensor"}),
         check_vma=False,
     )
     objectives, tokens, *gradients = jax.jit(mapped)(*case)

@@ -1,11 +1,17 @@
 """Blockwise and splash attention against an oracle that goes query by query."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
+from model import Parallel, _attention
+from model._attention import causal_attention
 from model._blockwise import blockwise_attention, max_attention_logits
+from model._rows import make_rows
 from model._splash import splash_attention
 from tests.oracles.attention import attend
 
@@ -89,22 +95,43 @@ def test_softmax_of_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(out.astype(jnp.float32), 1, atol=2**-8)
 
 
-def test_splash_kernel_equals_blockwise():
-    """Values and gradients, with the head sizes of MLA, in the interpreter."""
+def test_splash_kernel_of_each_device_s_heads_equals_blockwise(monkeypatch):
+    """Values and gradients, with the head sizes of MLA, in the interpreter; rows and heads cut over devices."""
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=(2, 256, 2, 24)), jnp.float32) for _ in range(2))
-    v, probe = (jnp.asarray(rng.normal(size=(2, 256, 2, 16)), jnp.float32) for _ in range(2))
-    segment_ids, _ = samples.packed([[100, 130], [256]], 256)
+    q, k = (jnp.asarray(rng.normal(size=(2, 256, h, 24)), jnp.float32) for h in (4, 2))
+    v, probe = (jnp.asarray(rng.normal(size=(2, 256, h, 16)), jnp.float32) for h in (2, 4))
+    segment_ids, positions = samples.packed([[100, 130], [256]], 256)
+    monkeypatch.setattr(_attention, "splash_attention", functools.partial(splash_attention, interpret=True))
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    parallel = Parallel(tensor_axis="tensor", sizes=(("tensor", 2),), platform="tpu")
+
+    def attend_own(q, k, v, segment_ids, positions):
+        rows = make_rows(segment_ids, segment_ids, positions, None, None, parallel)
+        return causal_attention(q, k, v, rows, scale=0.2, record_max_logits=True)
 
     def splash(q, k, v):
-        return jnp.sum(probe * splash_attention(q * 0.2, k, v, segment_ids, interpret=True))
+        row = PartitionSpec("data")
+        mapped = jax.shard_map(
+            lambda *arguments: jax.tree.map(lambda x: x[None], attend_own(*arguments)),
+            mesh=mesh,
+            in_specs=row,
+            out_specs=row,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        out, top = mapped(q, k, v, segment_ids, positions)
+        return jnp.sum(probe * out[:, 0]), jnp.max(top, axis=0)
 
     def blocks(q, k, v):
-        out, _ = blockwise_attention((q * 0.2)[:, :, :, None], k, v, segment_ids, 64)
-        return jnp.sum(probe * out[:, :, :, 0])
+        grouped = (q * 0.2).reshape(2, 256, 2, 2, 24)
+        out, top = blockwise_attention(grouped, k, v, segment_ids, 64)
+        return jnp.sum(probe * out.reshape(probe.shape)), top.reshape(-1)
 
-    value, grads = jax.value_and_grad(splash, (0, 1, 2))(q, k, v)
-    expected, expected_grads = jax.value_and_grad(blocks, (0, 1, 2))(q, k, v)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)  # float32, 16384 terms
+    (value, top), grads = jax.jit(jax.value_and_grad(splash, (0, 1, 2), has_aux=True))(q, k, v)
+    (expected, expected_top), expected_grads = jax.value_and_grad(blocks, (0, 1, 2), has_aux=True)(q, k, v)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)  # float32, 32768 terms
+    np.testing.assert_allclose(top, expected_top, rtol=1e-6)
     for a, b in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()))

@@ -21,6 +21,7 @@ WORK = MeshWork(
     num_positions=32,
     gradient_accumulation_steps=2,
     num_heads=4,
+    num_kv_heads=2,
     num_experts=8,
     vocab_size=64,
     ffn_sizes=(48,),
@@ -73,6 +74,8 @@ def test_slices_are_consecutive_along_their_axis():
         ({"expert": 3}, "8 experts do not divide over mesh axis expert=3"),
         ({"tensor": 3}, "4 heads do not divide over mesh axis tensor=3"),
         ({"tensor": 5}, "64 vocabulary entries do not divide over mesh axis tensor=5"),
+        ({"tensor": 4}, "2 key/value heads do not divide over mesh axis tensor=4"),
+        ({"tensor": 2, "context": 4}, "4 heads do not divide over mesh axes tensor=2 x context=4"),
     ],
 )
 def test_work_that_a_mesh_does_not_divide_is_refused_with_the_numbers(sizes, message):
