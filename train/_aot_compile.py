@@ -73,8 +73,7 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
         )
     except Exception as error:
         raise ValueError(
-            f"no topology {topology!r}: {str(error).splitlines()[0]}; use a name such as v5p:4x4x4, v6e:4x4 or"
-            " tpu7x:4x4x4"
+            f"libtpu describes no topology {topology!r}: {str(error).splitlines()[0]}; use another shape"
         ) from error
     return described.devices
 

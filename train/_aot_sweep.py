@@ -10,7 +10,7 @@ from ._aot_chip import Chip
 from ._aot_compile import compile_step
 from ._aot_report import AotReport, make_report
 from ._config import Config
-from ._mesh import MeshConfig, check_mesh, make_mesh
+from ._mesh import check_mesh, make_mesh
 from ._mesh_work import mesh_work
 
 POLICIES = ("none", "dots", "block")
@@ -28,12 +28,13 @@ def candidates(config: Config, devices: Sequence[Any]) -> Iterator[Config]:
     for (expert, context), remat in itertools.product(shapes, POLICIES):
         if count % (expert * context) or count < expert * context:
             continue
-        mesh = MeshConfig(
-            data=config.mesh.num_slices,
+        mesh = dataclasses.replace(
+            config.mesh,
+            data=config.mesh.num_slices if config.mesh.slice_axis == "data" else 1,
             fsdp=-1,
             expert=expert,
             context=context,
-            num_slices=config.mesh.num_slices,
+            tensor=1,
         )
         changed = dataclasses.replace(config, mesh=mesh, model=dataclasses.replace(config.model, remat=remat))
         try:

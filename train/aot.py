@@ -15,51 +15,73 @@ DOES_NOT_FIT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 fits, 1 does not fit, 2 wrong command or configuration."""
     options = _parser().parse_intermixed_args(arguments)
-    if options.sweep and options.save:
-        print("error: --save keeps one program, --sweep compiles many; leave one out", file=sys.stderr)
-        return USAGE_ERROR
-    if options.no_code and options.save:
-        print("error: --save needs the code that --no-code leaves out; leave one out", file=sys.stderr)
-        return USAGE_ERROR
     # The compiler is libtpu; this process computes nothing.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from ._aot_assigned import AssignError, assign_buffers
     from ._aot_chip import chip_of
     from ._aot_compile import compile_step, topology_devices
-    from ._aot_executable import save_executable
     from ._aot_report import make_report
-    from ._aot_show import markdown, save_report
-    from ._config_load import ConfigError, load_config
+    from ._aot_show import markdown
+    from ._config_load import load_config
 
     try:
+        _check_options(options)
         config = load_config(options.config, options.overrides)
         chip = chip_of(options.topology)
+        _check_outputs(options)
         devices = topology_devices(options.topology, config.mesh.num_slices)
         if options.sweep:
             return _sweep(options, config, chip, devices)
+        print(f"compiling for {len(devices)} devices", file=sys.stderr)
         step = (
             assign_buffers(config, options.topology, devices)
             if options.no_code
             else compile_step(config, devices)
         )
-    except (ConfigError, ValueError, AssignError) as error:
+    except (ValueError, AssignError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     report = make_report(config, options.topology, chip, step)
     print(markdown(report))
-    if options.json:
-        save_report(report, options.json)
-    if options.save and step.compiled is not None:
-        try:
-            size = save_executable(step, config, options.save)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return USAGE_ERROR
-        print(f"executable: {options.save} ({size / 2**20:.1f} MiB), for train.executable.load_executable")
+    try:
+        _write(options, config, step, report)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
     return 0 if report.fits else DOES_NOT_FIT
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    if options.sweep and options.save:
+        raise ValueError("--save keeps one program, --sweep compiles many; leave one out")
+    if options.no_code and options.save:
+        raise ValueError("--save needs the code that --no-code leaves out; leave one out")
+    if options.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {options.limit}")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    from ._aot_outputs import check_outputs, report_files
+
+    reports = report_files(options.json, options.sweep) if options.json else []
+    check_outputs([*reports, *([options.save] if options.save else [])], [options.config])
+
+
+def _write(options: argparse.Namespace, config: Any, step: Any, report: Any) -> None:
+    from ._aot_executable import save_executable
+    from ._aot_show import save_report
+
+    if options.json:
+        save_report(report, options.json)
+    if options.save and step.compiled is None:
+        print(f"{options.save} is not written: there is no executable", file=sys.stderr)
+    elif options.save:
+        size = save_executable(step, config, options.save)
+        print(f"executable: {options.save} ({size / 2**20:.1f} MiB), for train.executable.load_executable")
+
+
 def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) -> int:
+    from ._aot_outputs import report_files
     from ._aot_report import GIB, AotReport
     from ._aot_show import mesh_words, save_report, sweep_table, to_json
     from ._aot_sweep import ranked, sweep
@@ -81,12 +103,14 @@ def _sweep(options: argparse.Namespace, config: Any, chip: Any, devices: Any) ->
         raise ValueError(
             f"no mesh shape divides this work over {len(devices)} devices; change batch.num_rows or the topology"
         )
+    if not reports:
+        raise ValueError("the compiler refused every mesh that was tried; the lines above say why")
     best = ranked(reports)
     print(sweep_table(best))
-    if best and options.json:
+    if options.json:
         save_report(best[0], options.json)
         every = json.dumps([to_json(report) for report in best], indent=1)
-        options.json.with_suffix(".sweep.json").write_text(every + "\n")
+        report_files(options.json, is_sweep=True)[-1].write_text(every + "\n")
     return 0 if any(report.fits for report in reports) else DOES_NOT_FIT
 
 

@@ -116,9 +116,62 @@ def test_a_missing_compiler_names_the_extra(monkeypatch, capsys):
     assert "install the tpu extra" in capsys.readouterr().err
 
 
-def test_an_unknown_chip_is_refused_with_the_known_ones(capsys):
-    assert main([str(QUICKSTART), "--topology", "v9:2x2"]) == 2
-    assert "v5e, v5p, v6e, tpu7x" in capsys.readouterr().err
+def refusal(capsys, *arguments):
+    """What a command says that must end with exit code 2, print nothing else and not begin to compile."""
+    assert main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "compiling" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v9:2x2", "v5e, v5p, v6e, tpu7x"),
+        ("", "v5e, v5p, v6e, tpu7x"),
+        ("V5P:2x2x1", "did you mean v5p, as in v5p:4x4x4"),
+        ("v5p-8", "did you mean v5p"),  # an accelerator type
+        ("v7x:4x4x4", "did you mean tpu7x"),
+        ("v5p", "at most 3 sizes and 8960 chips, as in v5p:4x4x4"),
+        ("v5p:8", "at most 3 sizes"),
+        ("v5p:0x2x2", "at most 3 sizes"),  # libtpu divides by it
+        ("v5p:64x64x64", "8960 chips"),  # libtpu describes it
+        ("v6e:4x4x4", "at most 2 sizes and 256 chips, as in v6e:4x4"),  # likewise
+        ("v6e:2x2;x", "at most 2 sizes"),
+    ],
+)
+def test_a_topology_that_is_no_slice_is_refused_with_one_that_is(name, words, capsys):
+    assert words in refusal(capsys, QUICKSTART, "--topology", name)
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2", "v5p:4x4x8_untwisted", "v5e:16x16", "v6e:1x1", "tpu7x:16x16x36"])
+def test_the_shapes_of_slices_are_taken(name):
+    assert chip_of(name).name == name.split(":")[0]
+
+
+def test_files_that_cannot_be_written_are_named_before_the_compilation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_aot_compile, "topology_devices", None)  # not asked for
+    (tmp_path / "file").touch()
+    command = [QUICKSTART, *tiny_overrides(tmp_path), "--topology", "v5p:2x2x1"]
+    inside = tmp_path / "file" / "report.json"
+    assert f"{inside}: cannot be written: {tmp_path / 'file'} is no folder" in refusal(
+        capsys, *command, "--json", inside
+    )
+    assert f"{tmp_path}: is no file" in refusal(capsys, *command, "--save", tmp_path)
+    assert "would be written twice" in refusal(capsys, *command, "--json", tmp_path / "report.md")
+    assert "is read by this command" in refusal(capsys, *command, "--save", QUICKSTART)
+    (tmp_path / "new.sweep.json").mkdir()
+    assert "new.sweep.json: is no file" in refusal(
+        capsys, *command, "--sweep", "--json", tmp_path / "new.json"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "new.sweep.json", "text"}
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_a_sweep_of_no_compilations_is_refused(limit, capsys):
+    command = [QUICKSTART, "--topology", "v5p:2x2x1", "--sweep", f"--limit={limit}"]
+    assert f"--limit must be at least 1, got {limit}" in refusal(capsys, *command)
 
 
 @pytest.mark.parametrize("message", ["INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: memory space vmem"])
@@ -233,6 +286,14 @@ def test_candidates_of_a_sweep_divide_the_work_and_start_with_the_fewest_extra_a
     assert {(2, 1), (1, 2)} <= set(found[len(POLICIES) : 3 * len(POLICIES)])
     for changed in candidates(config, jax.devices()[:4]):
         assert config.batch.num_rows % (4 // changed.mesh.context) == 0
+    other = tiny_config(
+        tmp_path, "mesh.num_slices=2", "mesh.slice_axis=fsdp", "mesh.expert_exchange=weights", "mesh.tensor=2"
+    )
+    meshes = [changed.mesh for changed in candidates(other, jax.devices()[:4])]
+    assert meshes
+    for mesh in meshes:
+        assert (mesh.num_slices, mesh.slice_axis, mesh.expert_exchange) == (2, "fsdp", "weights")
+        assert (mesh.data, mesh.tensor) == (1, 1)
 
 
 def test_a_sweep_says_what_it_tried_and_ranks_those_that_fit_first(tmp_path, monkeypatch, capsys):
@@ -251,6 +312,19 @@ def test_a_sweep_says_what_it_tried_and_ranks_those_that_fit_first(tmp_path, mon
     assert json.loads(out.read_text())["hbm_bytes_per_device"] == min(sizes) * GIB
     every = json.loads(out.with_suffix(".sweep.json").read_text())
     assert [report["hbm_bytes_per_device"] for report in every] == [size * GIB for size in sizes]
+
+
+def test_a_sweep_of_which_the_compiler_refuses_all_says_so(tmp_path, monkeypatch, capsys):
+    def refuse(config, devices):
+        raise NotImplementedError("no such operation")
+
+    monkeypatch.setattr(_aot_sweep, "compile_step", refuse)
+    monkeypatch.setattr(_aot_compile, "topology_devices", lambda *_: jax.devices()[:4])
+    command = [QUICKSTART, *tiny_overrides(tmp_path, "batch.num_rows=8"), "--topology", "v5p:2x2x1"]
+    said = refusal(capsys, *command, "--sweep", "--limit", "2", "--json", tmp_path / "report.json")
+    assert said.count("no such operation") == 2
+    assert "the compiler refused every mesh that was tried" in said
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_a_sweep_without_a_mesh_that_divides_the_work_is_refused(tmp_path, monkeypatch, capsys):
