@@ -15,8 +15,8 @@ DOES_NOT_FIT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 fits, 1 does not fit, 2 wrong command or configuration."""
     options = _parser().parse_intermixed_args(arguments)
-    # The compiler is libtpu; this process computes nothing.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # The compiler is libtpu; this process computes nothing, and chips of this machine may be busy.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     from ._aot_assigned import AssignError, assign_buffers
     from ._aot_chip import chip_of
     from ._aot_compile import compile_step, topology_devices

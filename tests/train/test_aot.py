@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,12 @@ def test_files_that_cannot_be_written_are_named_before_the_compilation(tmp_path,
         capsys, *command, "--sweep", "--json", tmp_path / "new.json"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"file", "new.sweep.json", "text"}
+
+
+def test_chips_of_this_machine_are_left_alone(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    refusal(capsys, QUICKSTART, "--topology", "v5p")
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 @pytest.mark.parametrize("limit", ["0", "-1"])
