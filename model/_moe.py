@@ -62,7 +62,9 @@ class Moe(eqx.Module):
         tokens = jnp.reshape(x, (batch * length, width))
         chosen = jnp.reshape(routing.experts, (batch * length, -1))
         weights = jnp.reshape(routing.weights, chosen.shape)
-        y, overflow = _run_own(self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel)
+        y, overflow = run_experts(
+            self.experts, tokens, chosen, weights, constants.routed_limit, rows.parallel
+        )
         y = jnp.reshape(y, x.shape)
         if self.shared is not None:
             y = y + self.shared(x, rows.axes, constants.shared_limit)
@@ -97,32 +99,6 @@ def gathered_experts(experts: Experts, parallel: Parallel) -> Experts | Gathered
     )
 
 
-def _run_own(
-    experts: Experts | GatheredExperts,
-    tokens: Float[Array, "T D"],
-    chosen: Int[Array, "T A"],
-    weights: Float[Array, "T A"],
-    limit: Float[Array, ""] | None,
-    parallel: Parallel | None,
-) -> tuple[Float[Array, "T D"], Int[Array, ""] | None]:
-    """`run_experts`, each device a part of the width of every expert where the tensor axis cuts it.
-
-    Sums over devices are of tokens: the compiler alone would add up every copy.
-    """
-    if parallel is None or parallel.tensor_axis is None:
-        return run_experts(experts, tokens, chosen, weights, limit, parallel)
-
-    def own(experts: Any, tokens: Array, chosen: Array, weights: Array, limit: Array | None) -> Any:
-        y, overflow = run_experts(experts, tokens, chosen, weights, limit, alone(parallel))
-        return sum_of_cuts(y, parallel), overflow
-
-    whole, columns, rows = PartitionSpec(), cut_along(2, parallel), cut_along(1, parallel)
-    cuts = jax.tree.map(lambda _: columns, experts)
-    cuts = eqx.tree_at(lambda tree: tree.down, cuts, rows)
-    run = on_own_cut(own, parallel, (cuts, *[whole] * 4), whole)
-    return run(experts, tokens, chosen, weights, limit)
-
-
 def run_experts(
     experts: Experts | GatheredExperts,
     tokens: Float[Array, "T D"],
@@ -134,7 +110,8 @@ def run_experts(
     """Each token's weighted sum over its chosen experts, and how many of this device's copies were dropped.
 
     Tokens are copied A times, sorted by expert, multiplied in groups and sorted back. The weight multiplies before
-    the down projection, where it is F wide.
+    the down projection, where it is F wide. Where the tensor axis cuts the width of every expert, a token's copies are
+    added up before devices are: the compiler alone would add up every copy over them.
 
     Args:
         experts: The experts.
@@ -148,6 +125,29 @@ def run_experts(
     Returns:
         The sums; the number of copies without a place, which weigh 0 in them, or None where all have one.
     """
+    if parallel is None or parallel.tensor_axis is None:
+        return _run_experts(experts, tokens, chosen, weights, limit, parallel)
+
+    def own(experts: Any, tokens: Array, chosen: Array, weights: Array, limit: Array | None) -> Any:
+        y, overflow = _run_experts(experts, tokens, chosen, weights, limit, alone(parallel))
+        return sum_of_cuts(y, parallel), overflow
+
+    whole, columns, rows = PartitionSpec(), cut_along(2, parallel), cut_along(1, parallel)
+    cuts = jax.tree.map(lambda _: columns, experts)
+    cuts = eqx.tree_at(lambda tree: tree.down, cuts, rows)
+    run = on_own_cut(own, parallel, (cuts, *[whole] * 4), whole)
+    return run(experts, tokens, chosen, weights, limit)
+
+
+def _run_experts(
+    experts: Experts | GatheredExperts,
+    tokens: Float[Array, "T D"],
+    chosen: Int[Array, "T A"],
+    weights: Float[Array, "T A"],
+    limit: Float[Array, ""] | None,
+    parallel: Parallel | None,
+) -> tuple[Float[Array, "T D"], Int[Array, ""] | None]:
+    """`run_experts` of what one device has of the width of every expert."""
     mesh = None if parallel is None or parallel.expert_axis is None else parallel
     num_local, num_chosen = experts.down.shape[0], chosen.shape[1]
     num_experts = num_local * (1 if mesh is None else mesh.size(mesh.expert_axis))

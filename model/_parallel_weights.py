@@ -194,10 +194,15 @@ def _sink_backward(
     options: SinkOptions, residuals: None, grad: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     del residuals
-    axis, names, _, parallel, _, count, sink_dtype = options
-    shape = list(grad.shape)
-    shape[axis] //= math.prod(parallel.size(name) for name in names)
-    return _apart(jnp.zeros(shape, jnp.float32), count), _apart(grad.astype(sink_dtype), count)
+    axis, names, _, parallel, tensor, count, sink_dtype = options
+
+    def keep(grad: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        shape = list(grad.shape)
+        shape[axis] //= math.prod(parallel.size(name) for name in names)
+        return _apart(jnp.zeros(shape, jnp.float32), count), _apart(grad.astype(sink_dtype), count)
+
+    part = cut_along(tensor, parallel)
+    return on_own_cut(keep, parallel, part, part)(grad)
 
 
 _gather_to_sink.defvjp(_sink_forward, _sink_backward)

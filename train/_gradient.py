@@ -24,7 +24,7 @@ from eqx_loss import (
 from model import ModelOutput, Parallel, RouterStats, Transformer
 
 from ._examples import Examples, micro_step_partitions
-from ._layout import GradientLayout, make_sinks, manual_part, reduce_gradient, with_shards
+from ._layout import GradientLayout, make_sinks, manual_part, on_own_cuts, reduce_gradient, with_shards
 
 # Bytes of kept logits on a TPU: as many as the output head has in bfloat16, or these. The less often the gradient of
 # `unembed` is read and written, the better, and a layer's activations take more.
@@ -91,7 +91,12 @@ def batch_gradient(
 
         sinks = plan.reduce_gradients == "step" and micro_steps.tokens.shape[0] > 1
         trained = make_sinks(plan.layout, params, plan.accumulate_dtype) if sinks else params
-        grads, totals = _sum_micro_steps(plan, jax.grad(objective, has_aux=True), trained, micro_steps)
+
+        def differentiate(trained: PyTree, example: Examples) -> tuple[PyTree, Totals]:
+            grads, totals = jax.grad(objective, has_aux=True)(trained, example)
+            return on_own_cuts(plan.layout, grads), totals
+
+        grads, totals = _sum_micro_steps(plan, differentiate, trained, micro_steps)
         return reduce_gradient(plan.layout, grads, plan.reduce_dtype, is_whole=sinks), reduce_totals(
             plan, totals
         )

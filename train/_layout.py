@@ -77,6 +77,16 @@ def make_sinks(layout: GradientLayout, params: PyTree, dtype: Literal["float32",
     return jax.tree.map(sink, params, layout.specs)
 
 
+def on_own_cuts(layout: GradientLayout, grads: PyTree) -> PyTree:
+    """`grads`, told to stay cut over tensor as their parameters are: the compiler cuts a carried sum as it likes."""
+
+    def stay(grad: Array, partition: PartitionSpec) -> Array:
+        own = tensor_part(partition)
+        return on_own_cut(lambda grad: grad, layout.parallel, own, own)(grad)
+
+    return jax.tree.map(stay, grads, layout.partitions)
+
+
 def with_shards(layout: GradientLayout, trained: PyTree, params: PyTree) -> PyTree:
     """The parameters a model runs with: gathered weights beside their sinks of `make_sinks`."""
 

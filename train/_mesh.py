@@ -177,7 +177,9 @@ def check_mesh(mesh: Mesh, work: MeshWork) -> None:
         (work.model_size, "model width", FSDP),
     ):
         if count % shape[name]:
-            problems.append(f"{count} {what} do not divide over mesh axis {name}={shape[name]}")
+            problems.append(
+                f"{count} {what} do not divide over mesh axis {name}={shape[name]}: use a divisor"
+            )
     if work.num_heads % shape[TENSOR] == 0 and work.num_heads // shape[TENSOR] % shape[CONTEXT]:
         problems.append(
             f"{work.num_heads} heads do not divide over mesh axes {TENSOR}={shape[TENSOR]} x"

@@ -116,10 +116,15 @@ def test_experts_on_several_devices_equal_the_oracle(way, routing, monkeypatch):
 )
 def test_gathered_experts_equal_the_oracle(whole_experts, is_kept):
     """Outputs and gradients where a device stores parts of all experts, or some experts. On TPUs gate and up travel
-    together. Gradients that every device keeps whole are added up here."""
+    together. Gradients that every device keeps whole are added up here. Two devices share the width of every expert."""
     *matrices, tokens, chosen, weights, probe = draw("anywhere", width=2 * NUM_DEVICES)
+    names = ("expert", "tensor")
     parallel = Parallel(
-        fsdp_axes=("expert",), whole_experts=whole_experts, sizes=(("expert", NUM_DEVICES),), platform="tpu"
+        fsdp_axes=("expert",),
+        tensor_axis="tensor",
+        whole_experts=whole_experts,
+        sizes=tuple(zip(names, (NUM_DEVICES, 2))),
+        platform="tpu",
     )
 
     def body(stored, tokens, chosen, weights, probe):
@@ -141,9 +146,10 @@ def test_gathered_experts_equal_the_oracle(whole_experts, is_kept):
     stored = jax.tree.unflatten(jax.tree.structure(experts), cuts)
     run = jax.shard_map(
         body,
-        mesh=mesh(),
+        mesh=Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), names, axis_types=(AxisType.Auto,) * 2),
         in_specs=(stored, rows, rows, rows, rows),
         out_specs=(rows, rows if is_kept else cuts, rows),
+        axis_names={"expert"},
         check_vma=False,
     )
     out, grads, of_tokens = jax.jit(run)(
