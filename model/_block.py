@@ -3,13 +3,14 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._axes import constrain
 from ._config import LayerPlan, ModelConfig
 from ._constants import LayerConstants
 from ._delta import Kda, init_kda
-from ._ffn import SwiGlu, init_swiglu
+from ._ffn import SwiGlu, fused_feed_forward, init_swiglu
 from ._gla import Lightning, init_lightning
 from ._gqa import Gqa, init_gqa
 from ._made_once import slope_made_once
@@ -41,12 +42,16 @@ class Block(eqx.Module):
     ffn: SwiGlu | Moe
     norm_eps: float = eqx.field(static=True)
     record_max_logits: bool = eqx.field(static=True)
+    fused_swiglu: bool = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None = None
     ) -> tuple[Float[Array, "B S D"], BlockFacts]:
         """The residual stream after this layer, and the layer's facts."""
         normed = rms_norm(x, self.mixer_norm, self.norm_eps)
+        if self._is_fused(rows):
+            # As the kernel reads the stream; products would rather have it the other way round, and copy it.
+            normed = with_layout_constraint(normed, Layout(major_to_minor=(0, 1, 2)))
         max_logits = None
         mixer = whole(self.mixer, rows.parallel)
         if isinstance(mixer, FullAttention):
@@ -65,10 +70,17 @@ class Block(eqx.Module):
         self, x: Float[Array, "B S D"], rows: Rows, constants: LayerConstants | None
     ) -> tuple[Float[Array, "B S D"], RouterFacts | None]:
         """The second half without its residual."""
+        if isinstance(self.ffn, SwiGlu) and self._is_fused(rows):
+            ffn = whole(self.ffn, rows.parallel)
+            return fused_feed_forward(ffn, x, self.ffn_norm, self.norm_eps, rows.parallel), None
         normed = norm_beside(x, self.ffn_norm, self.norm_eps)
         if isinstance(self.ffn, Moe):
             return whole_moe(self.ffn, rows.parallel)(normed, rows, constants)
         return whole(self.ffn, rows.parallel)(normed, rows.axes), None
+
+    def _is_fused(self, rows: Rows) -> bool:
+        wanted = self.fused_swiglu and isinstance(self.ffn, SwiGlu)
+        return wanted and rows.parallel is not None and rows.parallel.platform == "tpu"
 
 
 def init_block(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Block:
@@ -87,6 +99,7 @@ def init_block(config: ModelConfig, plan: LayerPlan, *, key: PRNGKeyArray) -> Bl
         ffn=ffn,
         norm_eps=config.rms_norm_eps,
         record_max_logits=config.record_max_logits,
+        fused_swiglu=config.fused_swiglu,
     )
 
 

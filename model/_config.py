@@ -47,6 +47,8 @@ class ModelConfig:
             "block" only the layer's input, "offload" the matrix products in host memory.
         quantization: "int8" or "fp8" runs the layers' matrix products in 8 bits, forward and to the gradient of their
             input, by qwix (the extra `quantize`); `model._quantized` says what stays. None for the compute dtype.
+        fused_swiglu: On TPUs, multiply dense feed-forwards by gate and up in one kernel, which needs less of the memory
+            bandwidth. Only with `remat` "block", for its products are made again in the backward pass.
         record_max_logits: Return each head's largest attention logit, for QK-clip.
         layer_types: Explicit mixer of every layer; None derives it from `layer_group_size`.
         ffn_types: Explicit feed-forward of every layer; None derives it from `first_k_dense_replace`.
@@ -71,6 +73,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"
     remat: Remat = "none"
     quantization: Quantization | None = None
+    fused_swiglu: bool = False
     record_max_logits: bool = False
     layer_types: tuple[MixerKind, ...] | None = None
     ffn_types: tuple[FfnKind, ...] | None = None
@@ -95,6 +98,11 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig.quantization={self.quantization} needs qwix, which is not installed; install the extra "
                 "(pip install 'eqx-loss[quantize]'), or use null"
+            )
+        if self.fused_swiglu and (self.remat != "block" or self.quantization is not None):
+            raise ValueError(
+                "ModelConfig.fused_swiglu=true makes products of the compute dtype again in the backward pass, got "
+                f"remat={self.remat!r} and quantization={self.quantization}; use remat='block' and null, or false"
             )
         self._check_parts()
 

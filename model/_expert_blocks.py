@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._ffn import swiglu
 from ._grouped import Blocks, block_size
+from ._swiglu import swiglu
 
 # (gate, up, down) of all experts
 Matrices = tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]]

@@ -3,12 +3,18 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._axes import Axes, constrain
 from ._linear import init_normal, project
 from ._made_once import made_once, slope_made_once
+from ._norm import scale_beside
+from ._parallel import Parallel
+from ._parallel_tensor import cut_along, on_own_cut, sum_of_cuts
 from ._param import matrix
+from ._swiglu import swiglu
+from ._swiglu_kernel import fused_swiglu
 
 
 class SwiGlu(eqx.Module):
@@ -30,15 +36,27 @@ class SwiGlu(eqx.Module):
         return project("bsf,fd->bsd", hidden, self.down)
 
 
-def swiglu(
-    gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"], limit: Float[Array, ""] | None
-) -> Float[Array, "*batch F"]:
-    """`silu(gate) * up`; with a limit L, `min(silu(gate), L) * clip(up, -L, L)`. L may be inf."""
-    activation = jax.nn.silu(gate)
-    if limit is not None:
-        bound = limit.astype(gate.dtype)
-        activation, up = jnp.minimum(activation, bound), jnp.clip(up, -bound, bound)
-    return activation * up
+def fused_feed_forward(
+    ffn: SwiGlu, x: Float[Array, "B S D"], norm: Float[Array, " D"], eps: float, parallel: Parallel | None
+) -> Float[Array, "B S D"]:
+    """`ffn(rms_norm(x, norm, eps))` by the kernels of TPUs, each device its cut of the width under a tensor axis.
+
+    Raises:
+        ValueError: The tiles of the kernels do not divide the work.
+    """
+
+    def own(*operands: Array) -> Array:
+        y = fused_swiglu(*operands)
+        return y if parallel is None or parallel.tensor_axis is None else sum_of_cuts(y, parallel)
+
+    x, scale = scale_beside(x, eps)
+    tokens, scales = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(scale, (-1, 1))
+    matrices = [weight.astype(x.dtype) for weight in (ffn.gate, ffn.up, ffn.down)]
+    specs = (PartitionSpec(),) * 3
+    if parallel is not None:
+        specs = (*specs, cut_along(1, parallel), cut_along(1, parallel), cut_along(0, parallel))
+    y = on_own_cut(own, parallel, specs, PartitionSpec())(tokens, scales, norm, *matrices)
+    return jnp.reshape(y, x.shape)
 
 
 def init_swiglu(hidden_size: int, intermediate_size: int, std: float, *, key: PRNGKeyArray) -> SwiGlu:

@@ -16,7 +16,7 @@ from ._config import MoeConfig
 from ._constants import LayerConstants
 from ._expert_blocks import Matrices, blocked_experts, blocked_experts_backward
 from ._expert_exchange import ExchangeWork
-from ._ffn import SwiGlu, init_swiglu, swiglu
+from ._ffn import SwiGlu, init_swiglu
 from ._grouped import grouped_matmul, quantized_grouped_matmul
 from ._linear import init_normal
 from ._parallel import Parallel
@@ -28,6 +28,7 @@ from ._param import matrix
 from ._quantized import current_quantization, with_quantization
 from ._router import Router, RouterFacts, init_router, router_facts
 from ._rows import Rows
+from ._swiglu import swiglu
 
 
 class Experts(eqx.Module):

@@ -57,9 +57,12 @@ def tpu_kernel_flops(instruction: Instruction, operands: list[Shape]) -> int | N
     """FLOPs of the kernels that the model uses on TPUs; None for others.
 
     Splash attention by its causal half; grouped products (`gmm`, `tgmm`, XLA's own for `ragged_dot`) by
-    rows, as if every row of the buffer were in use.
+    rows, as if every row of the buffer were in use; SwiGLU by its products, two forward and three for the slopes.
     """
     label = instruction.name + " " + instruction.attributes[:4000]
+    if "swiglu_" in instruction.name:
+        products = 3 if "slopes" in instruction.name else 2
+        return 2 * products * operands[0].num_elements * instruction.shapes[0].dims[-1]
     if "splash_mha" in label:
         return _splash_flops(label, operands)
     if "ragged" in label or "gmm" in label:
