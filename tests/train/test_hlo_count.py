@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 import eqx_loss
 from model._uneven import run_uneven
 from train._aot_compile import needed_bytes
+from train._aot_flops import tpu_kernel_flops
 from train._hlo_count import count_program, instruction_flops, replica_groups
 from train._hlo_parse import Instruction, Shape, parse_program, run_counts
 
@@ -317,3 +318,24 @@ ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
     )
     row = 8 * 4
     assert count_program(program, {"data": 1}).num_bytes == row + row
+
+
+def test_memory_that_is_not_written_yet_costs_no_bytes():
+    program = parse_program(
+        """HloModule m
+
+ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %later = bf16[1024,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %out = bf16[64,8]{1,0} add(%x, %x)
+}
+"""
+    )
+    assert count_program(program, {"data": 1}).num_bytes == 3 * 64 * 8 * 2
+
+
+def test_swiglu_kernels_count_their_products():
+    shapes = [Shape("bf16", dims) for dims in ((512, 256), (512, 1), (1, 256))]
+    for name, products in (("swiglu_hidden_kernel.3", 2), ("swiglu_slopes_kernel", 3)):
+        call = Instruction(name, "custom-call", (Shape("bf16", (512, 768)),), (), "", False)
+        assert tpu_kernel_flops(call, shapes) == 2 * products * 512 * 256 * 768
