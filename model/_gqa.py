@@ -8,10 +8,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._attention import causal_attention
 from ._axes import constrain
 from ._config import GqaConfig, RopeConfig
+from ._joined import Part, Together
 from ._linear import init_normal, project
 from ._norm import rms_norm
 from ._param import matrix, param
-from ._rope import apply_rope
+from ._rope import apply_rope, apply_rope_apart
 from ._rows import Rows
 
 
@@ -31,6 +32,13 @@ class Gqa(eqx.Module):
     rope: RopeConfig = eqx.field(static=True)
     norm_eps: float = eqx.field(static=True)
 
+    @property
+    def together(self) -> Together | None:
+        """Queries, keys and values, where rope reads them from the product: else each would be copied out of it."""
+        is_plain = self.q_bias is None and self.q_norm is None
+        turns_whole = self.config.rope_head_dim == self.config.head_dim
+        return Together(("q", "k", "v"), axis=1) if is_plain and turns_whole else None
+
     def __call__(
         self, x: Float[Array, "B S D"], rows: Rows, record_max_logits: bool = False
     ) -> tuple[Float[Array, "B S D"], Float[Array, " H"] | None]:
@@ -45,6 +53,10 @@ class Gqa(eqx.Module):
         self, x: Float[Array, "B S D"], rows: Rows
     ) -> tuple[Float[Array, "B S H K"], Float[Array, "B S J K"], Float[Array, "B S J K"]]:
         """Normed and turned queries and keys, and values."""
+        if isinstance(self.q, Part):
+            joined = project("bsd,dhk->bshk", x, self.q.joined)
+            q, k, v = apply_rope_apart(joined, rows.positions, self.rope, self.q.sizes)
+            return q, k, v
         q, k, v = (project("bsd,dhk->bshk", x, weight) for weight in (self.q, self.k, self.v))
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
             q, k, v = (

@@ -17,16 +17,20 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
+from ._joined import Part, Together
 from ._parallel import Parallel, cut_axes, cut_dimension, gathered, sum_scattered
 from ._parallel_tensor import cut_along, on_own_cut, tensor_dimension
 from ._param import ParamSpec, field_spec, param_specs
+from ._quantized import current_quantization
 
 M = TypeVar("M", bound=eqx.Module)
 
+# Axis along which weights that are gathered as one lie side by side, and their sizes there.
+Beside = tuple[int, tuple[int, ...]]
 # Cut axis, mesh axes, dtype that travels, the mesh, axis cut over tensor, weights that are gathered as one, and for
 # sinks the dtype of the gradient.
-GatherOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, int]
-SinkOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, int, str]
+GatherOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, Beside]
+SinkOptions = tuple[int, tuple[str, ...], str, Parallel, int | None, Beside, str]
 
 
 class Cut(eqx.Module):
@@ -46,16 +50,44 @@ def whole(module: M, parallel: Parallel | None) -> M:
     None.
 
     Gradients of the gathered weights are added over the devices and cut again. Weights of experts stay cut
-    over the expert axis.
+    over the expert axis. Weights that a module says are `together` are joined before they travel, and a `Part` of
+    what arrives takes the place of each, unless the tensor axis cuts them.
     """
     if parallel is None:
         return module
-    plain = jax.tree.map(lambda x: x.shard if isinstance(x, Cut) else x, module, is_leaf=_is_cut)
-    leaves, treedef = jax.tree.flatten(module, is_leaf=_is_cut)
+    plain = jax.tree.map(_shard, module, is_leaf=_is_cut)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(module, is_leaf=_is_cut)
     specs = jax.tree.leaves(param_specs(plain), is_leaf=lambda x: isinstance(x, ParamSpec))
-    return jax.tree.unflatten(
-        treedef, [_whole_leaves((x,), s, parallel) for x, s in zip(leaves, specs, strict=True)]
-    )
+    groups: dict[Any, list[int]] = {}
+    for i, (path, _) in enumerate(flat):
+        groups.setdefault(_group(module, path, parallel) or i, []).append(i)
+    found: list[Any] = [None] * len(flat)
+    for group, members in groups.items():
+        leaves, spec = tuple(flat[i][1] for i in members), specs[members[0]]
+        if len(members) == 1:
+            found[members[0]] = _whole_leaves(leaves, spec, parallel)
+            continue
+        axis = group[1].axis
+        joined = _whole_leaves(leaves, spec, parallel, axis)
+        for i in members:
+            found[i] = Part(joined=joined, axis=axis, sizes=_sizes(leaves, axis))
+    return jax.tree.unflatten(treedef, found)
+
+
+def _group(
+    module: eqx.Module, path: tuple[Any, ...], parallel: Parallel
+) -> tuple[tuple[Any, ...], Together] | None:
+    """Names the weights that the one at `path` is joined with; None for one that stays alone."""
+    # Not on CPUs, whose products of one input share what is made of it; in 8 bits each has scales of its own.
+    if parallel.platform == "cpu" or parallel.tensor_axis is not None or current_quantization() is not None:
+        return None
+    owner: Any = module
+    for key in path[:-1]:
+        owner = getattr(owner, key.name)
+    together: Together | None = getattr(owner, "together", None)
+    if together is None or path[-1].name not in together.names:
+        return None
+    return path[:-1], together
 
 
 def whole_field(module: eqx.Module, name: str, parallel: Parallel | None) -> Array:
@@ -73,7 +105,7 @@ def whole_beside(module: eqx.Module, names: tuple[str, ...], parallel: Parallel)
     Their cuts are joined before they travel: to join whole weights would copy them.
     """
     leaves = tuple(getattr(module, name) for name in names)
-    return _whole_leaves(leaves, field_spec(type(module), names[0]), parallel)
+    return _whole_leaves(leaves, field_spec(type(module), names[0]), parallel, leaves[0].ndim - 1)
 
 
 def looked_up(
@@ -106,27 +138,40 @@ def keep_cut(primitive: jax.extend.core.Primitive, *_: object, **params: Any) ->
     return all(keep_cut(eqn.primitive, **eqn.params) for eqn in inside.eqns)
 
 
-def _whole_leaves(leaves: tuple[Array | Cut, ...], spec: ParamSpec, parallel: Parallel) -> Array:
+def _whole_leaves(
+    leaves: tuple[Array | Cut, ...], spec: ParamSpec, parallel: Parallel, beside: int = 0
+) -> Array:
+    """The leaves gathered, side by side along the axis `beside`."""
     axis, names = cut_dimension(spec, parallel), cut_axes(spec, parallel)
-    shards = tuple(leaf.shard if isinstance(leaf, Cut) else leaf for leaf in leaves)
+    shards = tuple(map(_shard, leaves))
     if axis is None or not names:
-        return _beside(shards)
+        return _joined(shards, beside)
     # The router scores in float32 from float32 weights: its choices must not depend on the mesh.
     dtype = "float32" if "E" in spec.columns.split() else parallel.gather_dtype
     sinks = tuple(leaf.sink for leaf in leaves if isinstance(leaf, Cut))
-    options = (axis, names, dtype, parallel, tensor_dimension(spec), len(shards))
+    options = (axis, names, dtype, parallel, tensor_dimension(spec), (beside, _sizes(leaves, beside)))
     if sinks:
         return _gather_to_sink(shards, sinks, (*options, str(sinks[0].dtype)))
     return _gather(shards, options)
 
 
-def _beside(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
-def _apart(x: Array, count: int) -> tuple[Array, ...]:
-    """The way back of `_beside`."""
-    return tuple(jnp.split(x, count, axis=-1))
+def _apart(x: Array, beside: Beside) -> tuple[Array, ...]:
+    """The way back of `_joined`, of whole weights or of their cuts along a tensor axis."""
+    axis, sizes = beside
+    own = [size * x.shape[axis] // sum(sizes) for size in sizes]
+    return (x,) if len(sizes) == 1 else tuple(jax.lax.split(x, own, axis=axis))
+
+
+def _sizes(leaves: Sequence[Array | Cut], axis: int) -> tuple[int, ...]:
+    return tuple(_shard(leaf).shape[axis] for leaf in leaves)
+
+
+def _shard(leaf: Any) -> Any:
+    return leaf.shard if isinstance(leaf, Cut) else leaf
 
 
 def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Float[Array, "..."]:
@@ -148,10 +193,12 @@ def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Flo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(shards: tuple[Float[Array, "..."], ...], options: GatherOptions) -> Float[Array, "..."]:
-    axis, names, dtype, parallel, tensor, _ = options
+    axis, names, dtype, parallel, tensor, (beside, _) = options
 
     def gather(shards: tuple[Array, ...]) -> Array:
-        return gathered(_beside([_cast_cut(x, dtype, parallel) for x in shards]), axis, names, parallel)
+        return gathered(
+            _joined([_cast_cut(x, dtype, parallel) for x in shards], beside), axis, names, parallel
+        )
 
     part = cut_along(tensor, parallel)
     return on_own_cut(gather, parallel, (part,), part)(shards)
@@ -163,11 +210,11 @@ def _gather_forward(shards: tuple[Array, ...], options: GatherOptions) -> tuple[
 
 def _gather_backward(options: GatherOptions, residuals: None, grad: Array) -> tuple[tuple[Array, ...]]:
     del residuals
-    axis, names, _, parallel, tensor, count = options
+    axis, names, _, parallel, tensor, beside = options
 
     def scatter(grad: Array) -> tuple[Array, ...]:
         own = sum_scattered(grad, axis, names, parallel.reduce_dtype, parallel)
-        return _apart(own.astype(jnp.float32), count)
+        return _apart(own.astype(jnp.float32), beside)
 
     part = cut_along(tensor, parallel)
     return (on_own_cut(scatter, parallel, part, part)(grad),)
@@ -194,12 +241,12 @@ def _sink_backward(
     options: SinkOptions, residuals: None, grad: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     del residuals
-    axis, names, _, parallel, tensor, count, sink_dtype = options
+    axis, names, _, parallel, tensor, beside, sink_dtype = options
 
     def keep(grad: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         shape = list(grad.shape)
         shape[axis] //= math.prod(parallel.size(name) for name in names)
-        return _apart(jnp.zeros(shape, jnp.float32), count), _apart(grad.astype(sink_dtype), count)
+        return _apart(jnp.zeros(shape, jnp.float32), beside), _apart(grad.astype(sink_dtype), beside)
 
     part = cut_along(tensor, parallel)
     return on_own_cut(keep, parallel, part, part)(grad)

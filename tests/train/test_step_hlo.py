@@ -8,8 +8,12 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bench._maxtext_works import COMPILED, CONFIGS
 from model import gathered, sum_scattered
+from train._aot_assigned import assign_buffers
 from train._aot_compile import compile_step, topology_devices
+from train._aot_flops import tpu_kernel_flops
+from train._config_load import load_config
 from train._hlo_count import count_program
 from train._hlo_parse import Instruction, Program, parse_program, run_counts
 from train._mesh import MeshConfig, make_mesh
@@ -172,3 +176,25 @@ def test_a_tpu_program_over_64_devices_gathers_and_scatters_without_whole_sums(t
     kinds = {use.kind for use in count_program(program, dict(mesh.shape)).collectives}
     sums = {"float32": "reduce-scatter", "bfloat16": "all-to-all"}
     assert kinds - {"collective-permute"} == {"all-gather", sums[dtype]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
+def test_a_dense_tpu_program_multiplies_by_joined_weights_and_in_kernels_of_known_cost():
+    topology = "v5p:2x2x1"
+    config = load_config(CONFIGS / "llama3-8b.yaml", [*COMPILED["llama3-8b"].changes, "model.num_layers=3"])
+    step = assign_buffers(config, topology, topology_devices(topology))
+    program = parse_program(step.compiled.as_text())
+    counts = run_counts(program)
+    kernels = Counter()
+    for name, body in program.computations.items():
+        for instruction in body:
+            if instruction.opcode == "custom-call":
+                kernels[instruction.name.split(".")[0]] += counts[name]
+    assert kernels["swiglu_hidden_kernel"] == kernels["swiglu_slopes_kernel"] == config.model.num_layers
+    assert not count_program(program, dict(step.mesh.shape), tpu_kernel_flops).unknown_kernels
+    gqa = config.model.gqa
+    heads = {
+        shape.dims[1] for i, _ in gathers(program) for shape in i.shapes if shape.dims[2:] == (gqa.head_dim,)
+    }
+    assert heads == {gqa.num_heads + 2 * gqa.num_kv_heads}
