@@ -27,6 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `python -m train`; returns its exit code. No traceback for anything a user can mend."""
     options = _parser().parse_intermixed_args(arguments)
     # After the arguments: --help need not wait for jax.
+    from ._distributed import leave_soon
+
+    try:
+        code = _run(options)
+    except BaseException:
+        leave_soon(1)
+        raise
+    if code in (1, USAGE_ERROR):
+        leave_soon(code)
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    import jax
     from rich.console import Console
 
     from ._checkpoint import CheckpointError
@@ -56,6 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except (CheckpointError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"error: a step failed: {str(error).splitlines()[0]}\nMost likely another process of this run has ended:"
+            " see what it said, then run the same command again in all of them to go on from the newest checkpoint",
+            file=sys.stderr,
+        )
         return 1
     except OSError as error:  # a full or lost disk: what was saved before is whole
         where = f" {error.filename!r}" if error.filename else ""

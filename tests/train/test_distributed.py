@@ -8,14 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 
 from tests.train.tiny import QUICKSTART, tiny_overrides, tiny_train
-from train._distributed import Processes, find_processes
+from train import _distributed, _loop
+from train._cli import main
+from train._distributed import Processes, find_processes, join_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -136,7 +140,8 @@ def test_explicit_variables_name_the_processes():
     [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"TPU_WORKER_HOSTNAMES": "a,b"}],
 )
 def test_known_launchers_are_left_to_jax(environment):
-    assert find_processes(environment) == Processes()
+    ((name, value),) = environment.items()
+    assert find_processes(environment) == Processes(launcher=f"{name}={value}")
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_NTASKS": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}])
@@ -152,8 +157,60 @@ def test_a_process_alone_joins_nothing(environment):
             {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
             "below JAX_NUM_PROCESSES",
         ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "h", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "must be host:port",
+        ),
     ],
 )
 def test_incomplete_or_impossible_variables_are_refused(environment, message):
     with pytest.raises(ValueError, match=message):
         find_processes(environment)
+
+
+def test_a_launcher_that_is_not_there_is_named_with_the_ways_out(monkeypatch):
+    """As in an interactive allocation, where the number of tasks is set and nothing was started by srun."""
+
+    def initialize(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(
+        ValueError, match="SLURM_NTASKS=2 speaks of several.*srun.*JAX_PROCESS_ID, or unset it"
+    ):
+        join_processes(find_processes({"SLURM_NTASKS": "2"}))
+
+
+def test_a_second_process_0_is_refused():
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the coordinator of jax does
+        taken.bind(("", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match="cannot listen on port.*JAX_PROCESS_ID=0"):
+            join_processes(Processes(coordinator=address, count=2, index=0))
+
+
+@pytest.mark.parametrize("is_several", [True, False])
+def test_a_process_that_failed_does_not_wait_for_the_others(is_several, monkeypatch, tmp_path, capsys):
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(_distributed, "_LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_several)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    assert main([str(tmp_path / "no.yaml")]) == 2
+    assert ended.wait(5 if is_several else 0.1) == is_several
+    assert codes == [2] * is_several
+
+
+def test_a_step_that_fails_where_others_take_part_names_them(monkeypatch, tmp_path, capsys):
+    def train(*_, **__):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer\nmore")
+
+    monkeypatch.setattr(_loop, "train", train)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        main([str(QUICKSTART), *tiny_overrides(tmp_path)])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert main([str(QUICKSTART), *tiny_overrides(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "Connection reset by peer" in said
+    assert "another process of this run has ended" in said
