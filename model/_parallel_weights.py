@@ -105,7 +105,7 @@ def whole_beside(module: eqx.Module, names: tuple[str, ...], parallel: Parallel)
     Their cuts are joined before they travel: to join whole weights would copy them.
     """
     leaves = tuple(getattr(module, name) for name in names)
-    return _whole_leaves(leaves, field_spec(type(module), names[0]), parallel, leaves[0].ndim - 1)
+    return _whole_leaves(leaves, field_spec(type(module), names[0]), parallel, _shard(leaves[0]).ndim - 1)
 
 
 def looked_up(
