@@ -21,12 +21,14 @@ from train._sharding import make_parallel
 from train._step import StepConfig
 
 from .step_cases import GradientCase, mesh_of, tiny_config
+from .tiny import QUICKSTART
 from .tiny import tiny_config as tiny_run
 
 NUM_SCANNED = 4
 CONFIG = tiny_config(num_layers=1 + NUM_SCANNED)
 ONE_EXPERT_MATRIX = CONFIG.hidden_size * CONFIG.moe.moe_intermediate_size
 ALL_EXPERTS = CONFIG.moe.num_experts * ONE_EXPERT_MATRIX
+DENSE = QUICKSTART.with_name("dense-1b-toy.yaml")
 SUMS = ("all-reduce", "reduce-scatter")
 
 
@@ -152,6 +154,35 @@ def test_a_tpu_program_gathers_no_experts_and_sums_gradients_once(tmp_path, exch
         sums.append(num_float_sums(program))
     assert len(set(sums)) == 1
     assert sums[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra")
+@pytest.mark.parametrize("shape", [{"fsdp": 2}, {"context": 2}], ids=str)
+def test_a_tpu_program_attends_with_each_device_s_heads_and_gathers_none_over_tensor(shape):
+    """Over tensor nothing is gathered but three numbers a token of the output layer; the rest are sums."""
+    (name, size), num_heads, num_kv_heads, num_rows, num_positions = *shape.items(), 4, 2, 8, 256
+    overrides = [f"mesh.{name}={size}", *(["mesh.fsdp=1"] if name != "fsdp" else []), "mesh.tensor=2"]
+    sizes = [f"batch.num_rows={num_rows}", f"batch.num_positions={num_positions}", "model.dtype=bfloat16"]
+    steps = ["batch.gradient_accumulation_steps=2", "model.remat=block", "model.num_layers=2"]
+    step = compile_step(load_config(DENSE, [*overrides, *sizes, *steps]), topology_devices("v5p:2x2x1"))
+    program = parse_program(step.compiled.as_text())
+    counts, shape_of_mesh = run_counts(program), dict(step.mesh.shape)
+    kernels = []
+    for body_name, body in program.computations.items():
+        shapes = {instruction.name: instruction.shapes for instruction in body}
+        for instruction in body:
+            operands = [s for o in instruction.operands for s in shapes.get(o, ())]
+            if counts[body_name] and instruction.name.startswith("splash_mha"):
+                kernels.append([s.dims[-3] for s in operands if s.dtype == "bf16"][:3])
+    cuts = 2 if name == "fsdp" else 4  # with context each device has whole rows of half its heads
+    assert kernels
+    assert {tuple(heads) for heads in kernels} == {(num_heads // cuts, *[max(num_kv_heads // cuts, 1)] * 2)}
+    num_tokens = num_rows * num_positions // 2  # of a device in one step
+    uses = [u for u in count_program(program, shape_of_mesh).collectives if "tensor" in u.axis]
+    assert {use.kind for use in uses} == {"all-reduce", "all-gather"}
+    (gathered_use,) = (use for use in uses if use.kind == "all-gather")
+    assert gathered_use.num_bytes == 2 * 3 * num_tokens * 4  # from both devices, in float32
 
 
 @pytest.mark.slow
