@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -50,13 +49,11 @@ def fused_feed_forward(
         return y if parallel is None or parallel.tensor_axis is None else sum_of_cuts(y, parallel)
 
     x, scale = scale_beside(x, eps)
-    tokens, scales = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(scale, (-1, 1))
     matrices = [weight.astype(x.dtype) for weight in (ffn.gate, ffn.up, ffn.down)]
     specs = (PartitionSpec(),) * 3
     if parallel is not None:
         specs = (*specs, cut_along(1, parallel), cut_along(1, parallel), cut_along(0, parallel))
-    y = on_own_cut(own, parallel, specs, PartitionSpec())(tokens, scales, norm, *matrices)
-    return jnp.reshape(y, x.shape)
+    return on_own_cut(own, parallel, specs, PartitionSpec())(x, scale, norm, *matrices)
 
 
 def init_swiglu(hidden_size: int, intermediate_size: int, std: float, *, key: PRNGKeyArray) -> SwiGlu:

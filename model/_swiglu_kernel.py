@@ -25,14 +25,14 @@ _VMEM_BYTES = 40 * 2**20
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def fused_swiglu(
-    x: Float[Array, "T D"],
-    scale: Float[Array, "T 1"],
+    x: Float[Array, "B S D"],
+    scale: Float[Array, "B S 1"],
     norm: Float[Array, " D"],
     gate: Float[Array, "D F"],
     up: Float[Array, "D F"],
     down: Float[Array, "F D"],
     interpret: bool = False,
-) -> Float[Array, "T D"]:
+) -> Float[Array, "B S D"]:
     """`swiglu(normed @ gate, normed @ up) @ down` of `normed = x * scale * norm`; only the activation is float32.
 
     Args:
@@ -47,7 +47,7 @@ def fused_swiglu(
     Raises:
         ValueError: 256 does not divide the tokens and both widths.
     """
-    return _Tiles(x, gate).hidden(x, scale, norm, gate, up, interpret) @ down
+    return jnp.einsum("bsf,fd->bsd", _Tiles(x, gate).hidden(x, scale, norm, gate, up, interpret), down)
 
 
 def _forward(x, scale, norm, gate, up, down, interpret):
@@ -58,8 +58,9 @@ def _backward(interpret, residuals, slope):
     x, scale, norm, gate, up, down = residuals
     hidden, d_gate, d_up = _Tiles(x, gate).slopes(x, scale, norm, slope, gate, up, down, interpret)
     normed, pull = jax.vjp(scaled, x, scale, norm)
-    d_x = pull(d_gate @ gate.T + d_up @ up.T)
-    return *d_x, normed.T @ d_gate, normed.T @ d_up, hidden.T @ slope
+    d_x = pull(jnp.einsum("bsf,df->bsd", d_gate, gate) + jnp.einsum("bsf,df->bsd", d_up, up))
+    pairs = ((normed, d_gate), (normed, d_up), (hidden, slope))
+    return *d_x, *(jnp.einsum("bsi,bso->io", *pair) for pair in pairs)
 
 
 fused_swiglu.defvjp(_forward, _backward)
@@ -69,7 +70,7 @@ class _Tiles:
     """The grid, tokens x ffn width x model width, and what of each array is in VMEM in one of its steps."""
 
     def __init__(self, x: Array, gate: Array) -> None:
-        sizes = (x.shape[0], gate.shape[1], x.shape[1])
+        sizes = (x.shape[0] * x.shape[1], *gate.shape[::-1])
         if any(size % 256 for size in sizes):
             raise ValueError(
                 f"fused_swiglu: tiles of 256 do not divide {sizes[0]} tokens, ffn width {sizes[1]} and model width"
@@ -82,6 +83,7 @@ class _Tiles:
         self.grid = (sizes[0] // m, sizes[1] // n, sizes[2] // k)
         self.tile = (m, n)
         self.result = jax.ShapeDtypeStruct(sizes[:2], x.dtype)
+        self.rows = x.shape[:2]
         self.tokens = pl.BlockSpec((m, k), lambda i, j, k: (i, k))
         self.scale = pl.BlockSpec((m, 1), lambda i, j, k: (i, 0))
         self.norm = pl.BlockSpec((1, k), lambda i, j, k: (0, k))
@@ -91,11 +93,11 @@ class _Tiles:
 
     def hidden(
         self, x: Array, scale: Array, norm: Array, gate: Array, up: Array, interpret: bool
-    ) -> Float[Array, "T F"]:
+    ) -> Float[Array, "B S F"]:
         """The activation."""
         specs = (self.tokens, self.scale, self.norm, self.matrix, self.matrix)
         call = self._call(_swiglu_hidden_kernel, specs, num_results=1, num_sums=2, interpret=interpret)
-        (hidden,) = call(x, scale, norm[None], gate, up)
+        (hidden,) = call(_flat(x), _flat(scale), norm[None], gate, up)
         return hidden
 
     def slopes(
@@ -108,11 +110,11 @@ class _Tiles:
         up: Array,
         down: Array,
         interpret: bool,
-    ) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Float[Array, "T F"]]:
+    ) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"], Float[Array, "B S F"]]:
         """The activation, and the slopes of the products of gate and up."""
         specs = (self.tokens, self.scale, self.norm, self.tokens, self.matrix, self.matrix, self.down)
         call = self._call(_swiglu_slopes_kernel, specs, num_results=3, num_sums=3, interpret=interpret)
-        return call(x, scale, norm[None], slope, gate, up, down)
+        return call(_flat(x), _flat(scale), norm[None], _flat(slope), gate, up, down)
 
     def _call(
         self,
@@ -123,7 +125,7 @@ class _Tiles:
         num_sums: int,
         interpret: bool,
     ) -> Callable[..., Any]:
-        return pl.pallas_call(
+        call = pl.pallas_call(
             kernel,
             grid=self.grid,
             in_specs=specs,
@@ -136,6 +138,11 @@ class _Tiles:
             interpret=interpret,
             name=kernel.__name__.strip("_"),
         )
+        return lambda *operands: tuple(jnp.reshape(y, (*self.rows, -1)) for y in call(*operands))
+
+
+def _flat(x: Array) -> Array:
+    return jnp.reshape(x, (-1, x.shape[-1]))
 
 
 def _swiglu_hidden_kernel(x: Any, scale: Any, norm: Any, gate: Any, up: Any, hidden: Any, *sums: Any) -> None:
