@@ -1,5 +1,7 @@
 """Bytes that an operation of a compiled program moves."""
 
+import math
+import re
 from collections.abc import Sequence
 
 from ._hlo_parse import Instruction, Program, Shape
@@ -34,6 +36,15 @@ _FREE = frozenset(
 
 # On another core of the chip, counted there; memory that is not written yet.
 _IDLE_CALLS = ("called_computations=", 'custom_call_target="AllocateBuffer"')
+
+
+# First and end of what is read along each axis.
+_Box = tuple[tuple[int, int], ...]
+# `[first:end` of a slice and `low_high` of a pad, axis by axis.
+_PAIRS = {
+    "slice": re.compile(r"\[(\d+):(\d+)"),
+    "pad": re.compile(r"(?:(?<=padding=)|(?<=x))(-?\d+)_(-?\d+)"),
+}
 
 
 def moved_bytes(program: Program, instruction: Instruction, operands: list[Shape]) -> int:
@@ -71,9 +82,12 @@ def _read_bytes(program: Program, body: Sequence[Instruction], value: Instructio
     if not _main_bytes(value.shapes):
         return 0
     total = 0
+    boxes: list[_Box] = []
     for user in (i for i in body if value.name in i.operands):
         is_first = user.operands[0] == value.name
-        if user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
+        if user.opcode in ("slice", "pad") and is_first:
+            boxes += _boxes(body, user, value.shapes[0].dims)
+        elif user.opcode in ("dynamic-slice", "gather") and is_first:
             total += user.num_bytes
         elif user.opcode in ("bitcast", "copy") or _only_copies(program, user):
             # Inside a fusion another layout is a view: no part is made that is not used.
@@ -88,7 +102,40 @@ def _read_bytes(program: Program, body: Sequence[Instruction], value: Instructio
             )
         elif not (user.opcode == "dynamic-update-slice" and is_first):
             return value.num_bytes
-    return min(total, value.num_bytes)
+    return min(total + Shape(value.shapes[0].dtype, (_num_inside(boxes),)).num_bytes, value.num_bytes)
+
+
+def _boxes(body: Sequence[Instruction], user: Instruction, sizes: Sequence[int]) -> list[_Box]:
+    """What `user`, a slice or a pad of an array of these sizes, reads of it; of a pad, what slices of it read."""
+    numbers = [(int(a), int(b)) for a, b in _PAIRS[user.opcode].findall(user.attributes)]
+    if user.opcode == "slice":
+        return [tuple(numbers)]
+    users = [i for i in body if user.name in i.operands]
+    padded = user.shapes[0].dims
+    is_cut = bool(users) and all(i.opcode == "slice" for i in users)
+    cuts = (
+        [box for i in users for box in _boxes(body, i, padded)] if is_cut else [tuple((0, n) for n in padded)]
+    )
+
+    def inside(end: int, low: int, size: int) -> int:
+        return min(max(end - low, 0), size)
+
+    return [
+        tuple(
+            (inside(start, low, size), inside(end, low, size))
+            for (start, end), (low, _), size in zip(box, numbers, sizes, strict=True)
+        )
+        for box in cuts
+    ]
+
+
+def _num_inside(boxes: Sequence[_Box]) -> int:
+    """Entries that are read: those of all boxes, or of the box around them where they overlap, as shifts of a part."""
+    if not boxes:
+        return 0
+    apart = sum(math.prod(end - start for start, end in box) for box in boxes)
+    around = math.prod(max(e for _, e in axis) - min(s for s, _ in axis) for axis in zip(*boxes, strict=True))
+    return min(apart, around)
 
 
 def _only_copies(program: Program, fusion: Instruction) -> bool:

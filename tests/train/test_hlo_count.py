@@ -320,6 +320,38 @@ ENTRY %main (x: f32[64,8], k: s32[]) -> f32[1,8] {
     assert count_program(program, {"data": 1}).num_bytes == row + row
 
 
+@pytest.mark.parametrize(
+    "shifts",
+    [
+        """%here = bf16[16,8]{1,0} pad(%a, %zero), padding=-8_-40x0_0
+  %left = bf16[16,8]{1,0} pad(%a, %zero), padding=-8_-40x-4_4""",
+        """%here = bf16[16,8]{1,0} slice(%a), slice={[8:24], [0:8]}
+  %wide = bf16[64,12]{1,0} pad(%a, %zero), padding=0_0x0_4
+  %left = bf16[16,8]{1,0} slice(%wide), slice={[8:24], [4:12]}""",
+    ],
+    ids=["pads that cut", "slices of pads"],
+)
+def test_shifts_of_a_part_read_the_part_once(shifts):
+    program = parse_program(
+        """HloModule m
+
+%shifted (a: bf16[64,8]) -> bf16[16,8] {
+  %a = bf16[64,8]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  SHIFTS
+  ROOT %sum = bf16[16,8]{1,0} add(%here, %left)
+}
+
+ENTRY %main (x: bf16[64,8]) -> bf16[16,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  ROOT %out = bf16[16,8]{1,0} fusion(%x), kind=kLoop, calls=%shifted
+}
+""".replace("SHIFTS", shifts)
+    )
+    part = 16 * 8 * 2
+    assert count_program(program, {"data": 1}).num_bytes == part + part  # read once, written
+
+
 def test_memory_that_is_not_written_yet_costs_no_bytes():
     program = parse_program(
         """HloModule m
