@@ -183,7 +183,7 @@ def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Flo
     """
     if parallel.platform != "tpu" or (shard.dtype, dtype) != (jnp.float32, "bfloat16"):
         return shard.astype(dtype)
-    stored = with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
+    stored = _as_declared(shard)
     bits = jax.lax.bitcast_convert_type(stored, jnp.uint32)
     # To the nearest, ties to even; a NaN stays one.
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -191,14 +191,20 @@ def _cast_cut(shard: Float[Array, "..."], dtype: str, parallel: Parallel) -> Flo
     return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
+def _as_declared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x`, its axes laid out in their order."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(shards: tuple[Float[Array, "..."], ...], options: GatherOptions) -> Float[Array, "..."]:
     axis, names, dtype, parallel, tensor, (beside, _) = options
 
     def gather(shards: tuple[Array, ...]) -> Array:
-        return gathered(
-            _joined([_cast_cut(x, dtype, parallel) for x in shards], beside), axis, names, parallel
-        )
+        joined = _joined([_cast_cut(x, dtype, parallel) for x in shards], beside)
+        out = gathered(joined, axis, names, parallel)
+        # As it comes from the others. A product would else ask for another layout, and a copy be made each time.
+        return _as_declared(out) if parallel.platform == "tpu" else out
 
     part = cut_along(tensor, parallel)
     return on_own_cut(gather, parallel, (part,), part)(shards)
