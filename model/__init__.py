@@ -41,5 +41,6 @@ from ._param import ParamSpec as ParamSpec
 from ._param import param_specs as param_specs
 from ._qk_clip import clip_factors as clip_factors
 from ._qk_clip import qk_clip as qk_clip
+from ._swiglu_kernel import SWIGLU_TILE as SWIGLU_TILE
 from ._transformer import Transformer as Transformer
 from ._transformer import init_model as init_model

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 from ._norm import scaled
 from ._swiglu import swiglu
 
+# Divides the tokens of a device and both widths.
+SWIGLU_TILE = 256
 # Tiles of tokens, of the ffn width and of the model width: the first that divides.
 _TOKENS, _COLUMNS, _ROWS = (1024, 512, 256), (512, 256), (512, 256)
 # For the tiles, twice for what is on its way, the sums, and values of the activation.
@@ -45,7 +47,7 @@ def fused_swiglu(
         interpret: Run the kernels in the interpreter, on any platform.
 
     Raises:
-        ValueError: 256 does not divide the tokens and both widths.
+        ValueError: `SWIGLU_TILE` does not divide the tokens and both widths.
     """
     return jnp.einsum("bsf,fd->bsd", _Tiles(x, gate).hidden(x, scale, norm, gate, up, interpret), down)
 
@@ -71,9 +73,9 @@ class _Tiles:
 
     def __init__(self, x: Array, gate: Array) -> None:
         sizes = (x.shape[0] * x.shape[1], *gate.shape[::-1])
-        if any(size % 256 for size in sizes):
+        if any(size % SWIGLU_TILE for size in sizes):
             raise ValueError(
-                f"fused_swiglu: tiles of 256 do not divide {sizes[0]} tokens, ffn width {sizes[1]} and model width"
+                f"fused_swiglu: tiles of {SWIGLU_TILE} do not divide {sizes[0]} tokens, ffn width {sizes[1]} and model width"
                 f" {sizes[2]} of one device; set model.fused_swiglu to false"
             )
         m, n, k = (

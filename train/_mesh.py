@@ -6,7 +6,7 @@ data-centre network along `data` (or `fsdp`); every other axis stays inside a sl
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+from model import SWIGLU_TILE
 
 DATA, FSDP, EXPERT, CONTEXT, TENSOR = "data", "fsdp", "expert", "context", "tensor"
 MESH_AXES = (DATA, FSDP, EXPERT, CONTEXT, TENSOR)
@@ -82,7 +84,7 @@ class MeshWork:
     """What a mesh has to divide: the sizes of one training step.
 
     `num_rows` and `num_positions` are those of the global batch; `num_experts` is 0 for a model without
-    experts, `num_kv_heads` for one whose heads share no keys and values.
+    experts, `num_kv_heads` for one whose heads share no keys and values, `fused_ffn_size` without `fused_swiglu`.
     """
 
     num_rows: int
@@ -93,6 +95,7 @@ class MeshWork:
     num_experts: int
     vocab_size: int
     ffn_sizes: tuple[int, ...] = ()
+    fused_ffn_size: int = 0
     model_size: int = 0
 
 
@@ -151,7 +154,7 @@ def check_mesh(mesh: Mesh, work: MeshWork) -> None:
 
     Raises:
         ValueError: All broken rules at once: rows, positions, heads, experts, ffn widths, vocabulary, model
-        width.
+        width, and on TPUs what the kernels of feed-forwards divide.
     """
     shape = dict(mesh.shape)
     rows = math.prod(shape[name] for name in ROW_AXES)
@@ -185,10 +188,31 @@ def check_mesh(mesh: Mesh, work: MeshWork) -> None:
             f"{work.num_heads} heads do not divide over mesh axes {TENSOR}={shape[TENSOR]} x"
             f" {CONTEXT}={shape[CONTEXT]}: their product must be a divisor"
         )
+    if mesh.devices.flat[0].platform == "tpu":
+        problems += kernel_problems(work, shape)
     if problems:
         raise ValueError(
             "mesh " + " x ".join(f"{k} {v}" for k, v in shape.items()) + ": " + "; ".join(problems)
         )
+
+
+def kernel_problems(work: MeshWork, shape: Mapping[str, int]) -> list[str]:
+    """What the tiles of `fused_swiglu` do not divide on one device of a mesh with axes of these sizes."""
+    if not work.fused_ffn_size:
+        return []
+    num_rows = (
+        work.num_rows // math.prod(shape[name] for name in ROW_AXES) // work.gradient_accumulation_steps
+    )
+    sizes = {
+        "tokens": num_rows * work.num_positions // shape[CONTEXT],
+        "units of the dense ffn": work.fused_ffn_size // shape[TENSOR],
+        "model width": work.model_size,
+    }
+    return [
+        f"{size} {what} of a device and micro-step are no multiple of {SWIGLU_TILE}, as model.fused_swiglu needs"
+        for what, size in sizes.items()
+        if size % SWIGLU_TILE
+    ]
 
 
 def _slices(devices: list[jax.Device], num_slices: int) -> list[list[jax.Device]]:

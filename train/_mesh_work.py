@@ -24,6 +24,7 @@ def mesh_work(config: Config) -> MeshWork:
         num_experts=0 if moe is None else moe.num_experts,
         vocab_size=model.vocab_size,
         ffn_sizes=tuple(size for size in ffn_sizes if size),
+        fused_ffn_size=model.intermediate_size or 0 if model.fused_swiglu else 0,
         model_size=model.hidden_size,
     )
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from model import KdaConfig, MoeConfig
 from train import _aot_compile
-from train._mesh import MESH_AXES, MeshConfig, MeshWork, check_mesh, make_mesh, mesh_sizes
+from train._mesh import MESH_AXES, MeshConfig, MeshWork, check_mesh, kernel_problems, make_mesh, mesh_sizes
 from train._mesh_work import mesh_work
 from train._state import model_partitions
 
@@ -97,6 +97,24 @@ def test_expert_axis_without_experts_is_refused():
     dense = MeshWork(**{**vars(WORK), "num_experts": 0})
     with pytest.raises(ValueError, match="no experts"):
         check_mesh(mesh, dense)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_positions": 64}, ["128 tokens of a device and micro-step"]),
+        ({"fused_ffn_size": 768, "model_size": 384}, ["384 units of the dense ffn", "384 model width"]),
+        ({"fused_ffn_size": 0, "num_positions": 1}, []),
+    ],
+)
+def test_work_that_the_tiles_of_fused_swiglu_do_not_divide_is_refused_with_the_numbers(changes, words):
+    work = MeshWork(
+        **{**vars(WORK), "num_positions": 128, "fused_ffn_size": 512, "model_size": 512, **changes}
+    )
+    problems = kernel_problems(work, {"data": 1, "fsdp": 2, "expert": 1, "context": 2, "tensor": 2})
+    assert [problem for problem in problems if "no multiple of 256" in problem] == problems
+    assert len(problems) == len(words)
+    assert all(problem.startswith(word) for problem, word in zip(problems, words, strict=True))
 
 
 def test_work_of_a_mesh_counts_the_heads_of_every_mixer_and_the_width_of_shared_experts(tmp_path):
