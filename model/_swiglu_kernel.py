@@ -75,8 +75,8 @@ class _Tiles:
         sizes = (x.shape[0] * x.shape[1], *gate.shape[::-1])
         if any(size % SWIGLU_TILE for size in sizes):
             raise ValueError(
-                f"fused_swiglu: tiles of {SWIGLU_TILE} do not divide {sizes[0]} tokens, ffn width {sizes[1]} and model width"
-                f" {sizes[2]} of one device; set model.fused_swiglu to false"
+                f"fused_swiglu: tiles of {SWIGLU_TILE} do not divide {sizes[0]} tokens, ffn width {sizes[1]} and model"
+                f" width {sizes[2]} of one device; set model.fused_swiglu to false"
             )
         m, n, k = (
             next(tile for tile in tiles if size % tile == 0)

@@ -200,16 +200,15 @@ def kernel_problems(work: MeshWork, shape: Mapping[str, int]) -> list[str]:
     """What the tiles of `fused_swiglu` do not divide on one device of a mesh with axes of these sizes."""
     if not work.fused_ffn_size:
         return []
-    num_rows = (
-        work.num_rows // math.prod(shape[name] for name in ROW_AXES) // work.gradient_accumulation_steps
-    )
+    # Positions, not tokens: evaluation has other numbers of rows.
     sizes = {
-        "tokens": num_rows * work.num_positions // shape[CONTEXT],
+        "positions": work.num_positions // shape[CONTEXT],
         "units of the dense ffn": work.fused_ffn_size // shape[TENSOR],
         "model width": work.model_size,
     }
     return [
-        f"{size} {what} of a device and micro-step are no multiple of {SWIGLU_TILE}, as model.fused_swiglu needs"
+        f"{size} {what} of a device are no multiple of {SWIGLU_TILE}, as model.fused_swiglu needs:"
+        " change them, or set it to false"
         for what, size in sizes.items()
         if size % SWIGLU_TILE
     ]

@@ -102,14 +102,14 @@ def test_expert_axis_without_experts_is_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_positions": 64}, ["128 tokens of a device and micro-step"]),
+        ({"num_positions": 64}, ["32 positions of a device"]),
         ({"fused_ffn_size": 768, "model_size": 384}, ["384 units of the dense ffn", "384 model width"]),
         ({"fused_ffn_size": 0, "num_positions": 1}, []),
     ],
 )
 def test_work_that_the_tiles_of_fused_swiglu_do_not_divide_is_refused_with_the_numbers(changes, words):
     work = MeshWork(
-        **{**vars(WORK), "num_positions": 128, "fused_ffn_size": 512, "model_size": 512, **changes}
+        **{**vars(WORK), "num_positions": 512, "fused_ffn_size": 512, "model_size": 512, **changes}
     )
     problems = kernel_problems(work, {"data": 1, "fsdp": 2, "expert": 1, "context": 2, "tensor": 2})
     assert [problem for problem in problems if "no multiple of 256" in problem] == problems
