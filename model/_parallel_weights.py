@@ -79,7 +79,11 @@ def _group(
 ) -> tuple[tuple[Any, ...], Together] | None:
     """Names the weights that the one at `path` is joined with; None for one that stays alone."""
     # Not on CPUs, whose products of one input share what is made of it; in 8 bits each has scales of its own.
-    if parallel.platform == "cpu" or parallel.tensor_axis is not None or current_quantization() is not None:
+    is_apart = (
+        parallel.platform == "cpu" or parallel.tensor_axis is not None or current_quantization() is not None
+    )
+    travels = parallel.fsdp_axes or parallel.expert_axis or parallel.context_axis
+    if is_apart or not travels:
         return None
     owner: Any = module
     for key in path[:-1]:

@@ -85,11 +85,15 @@ def test_queries_keys_and_values_of_joined_weights_equal_the_oracle(is_kept):
         ({"use_qkv_bias": True}, ON_TPUS),
         ({"rope_head_dim": 2}, ON_TPUS),
         ({}, dataclasses.replace(ON_TPUS, platform="cpu")),
+        ({}, dataclasses.replace(ON_TPUS, tensor_axis="tensor")),
+        ({}, Parallel(platform="tpu")),
     ],
-    ids=["norms", "biases", "heads turned in part", "CPUs"],
+    ids=["norms", "biases", "heads turned in part", "CPUs", "heads cut", "nothing travels"],
 )
 def test_weights_whose_heads_would_be_copied_travel_alone(changes, parallel):
-    mesh = jax.sharding.AbstractMesh((NUM_DEVICES,), ("fsdp",))
+    mesh = jax.sharding.AbstractMesh(
+        (NUM_DEVICES, 1), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto)
+    )
     gathered = []
     jax.eval_shape(
         jax.shard_map(
@@ -97,6 +101,7 @@ def test_weights_whose_heads_would_be_copied_travel_alone(changes, parallel):
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
+            axis_names={"fsdp"},
             check_vma=False,
         ),
         layer(**changes),
