@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from ._norm import scaled
 from ._swiglu import swiglu
 
-# Divides the tokens of a device and both widths.
+# Must divide the tokens of a device and both widths.
 SWIGLU_TILE = 256
 # Tiles of tokens, of the ffn width and of the model width: the first that divides.
 _TOKENS, _COLUMNS, _ROWS = (1024, 512, 256), (512, 256), (512, 256)
